@@ -164,7 +164,7 @@ def test_table_cache_key():
     for other in (*others, {"dtype": torch.float64}):
         key = {"rows": 5, "step": 1, "width": 8, "base": 1e4, "dtype": torch.float32} | other
         positions = torch.arange(key["rows"]) * key["step"]
-        expected = rope_table(positions, key["width"], key["base"], key["dtype"]).wide()
+        expected = rope_table(positions, key["width"], key["base"], key["dtype"])
         for actual, required in zip(cached_table(**other), expected, strict=True):
             assert actual.dtype == required.dtype
             assert torch.equal(actual, required)
@@ -212,13 +212,12 @@ def test_uncached_long_table_gives_the_same_bits(monkeypatch):
 
 
 @pytest.mark.parametrize("lead", [(2, 7), (7,)])
-@pytest.mark.parametrize("wide", [True, False])
-def test_rotated_heads_equal_separate_split_and_rotation(lead, wide):
+def test_rotated_heads_equal_separate_split_and_rotation(lead):
     heads, groups, dk, dv = 4, 2, 6, 5
     widths = [heads * dk, *[groups * dk] * 3, *[groups * dv] * 3]
     product = torch.randn(*lead, sum(widths), dtype=torch.float64, requires_grad=True)
     table = rope_table(torch.arange(7), dk, 1e4, product.dtype)
-    together = rotated_heads(product, table.wide() if wide else table, heads, groups, dk)
+    together = rotated_heads(product, table, heads, groups, dk)
     split = [
         p.unflatten(-1, (heads if not i else groups, -1))
         for i, p in enumerate(product.split(widths, -1))

@@ -19,11 +19,10 @@ from nsa_core.layer.phi.chunks import PackedBlocks, packed_blocks
 from nsa_core.layer.phi.kinds import compress_pair, make_phi
 from nsa_core.layer.plain_linear import are_plain, base_weight
 from nsa_core.layer.rope import (
-    Table,
+    RopeTable,
     rope_table,
     rotate,
     table_for,
-    wide_if_eager,
 )
 from nsa_core.layer.split_product import joins_columns, rotated_heads, split_columns
 from nsa_core.layer.unit_linear import unit_linear
@@ -210,7 +209,7 @@ class NSAProjections(nn.Module):
         k_raw: torch.Tensor,
         v_raw: torch.Tensor,
         packed: PackedBlocks | None,
-        table: Table | None = None,
+        table: RopeTable | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the compressed keys, rotated, and the compressed values.
 
@@ -226,7 +225,7 @@ class NSAProjections(nn.Module):
         return k_cmp, v_cmp
 
     def rotated(
-        self, product: torch.Tensor, table: Table | None
+        self, product: torch.Tensor, table: RopeTable | None
     ) -> tuple[
         torch.Tensor, tuple[torch.Tensor, torch.Tensor], list[torch.Tensor], list[torch.Tensor]
     ]:
@@ -373,17 +372,17 @@ class NSAProjections(nn.Module):
             q, ks = self.q_norm(q), [self.k_norm(k) for k in ks]
         return q, ks, vs
 
-    def _rope_of_tokens(self, product: torch.Tensor, cu_seqlens: torch.Tensor | None) -> Table:
+    def _rope_of_tokens(self, product: torch.Tensor, cu_seqlens: torch.Tensor | None) -> RopeTable:
         """Return the angles of every token's position in its sequence or document."""
         rows, dim, frequencies = product.shape[-2], self.config.qk_dim, self.config.frequencies
         if cu_seqlens is None:
             return table_for(product, rows, 1, dim, frequencies)
         positions = token_positions(cu_seqlens, rows).position
-        return wide_if_eager(rope_table(positions, dim, frequencies, product.dtype))
+        return rope_table(positions, dim, frequencies, product.dtype)
 
     def _rope_of_blocks(
-        self, k_cmp: torch.Tensor, packed: PackedBlocks | None, token_table: Table | None
-    ) -> Table:
+        self, k_cmp: torch.Tensor, packed: PackedBlocks | None, token_table: RopeTable | None
+    ) -> RopeTable:
         """Return the angles of the first token of every compression block."""
         step, dim, frequencies = (
             self.config.compress_stride,

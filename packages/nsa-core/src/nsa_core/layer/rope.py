@@ -1,8 +1,8 @@
 """Rotary position embedding of queries, keys and compressed keys.
 
-The pairs are half-split: (x_i, x_{i + D/2}). In eager mode a rotation is one autograd node of four
-kernels, which uses tables as wide as a head. For torch.compile, which fuses operators, and for
-torch.func, the rotation is written operator by operator. Both forms give the same bits.
+The pairs are half-split: (x_i, x_{i + D/2}). In eager mode a rotation is one autograd node of three
+kernels. For torch.compile, which fuses operators, and for torch.func, the rotation is written
+operator by operator. Both forms give the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nsa_core.torch_ops.torch_state import (
     is_transformed,
 )
 
-# Longer tables are not cached. A table of this length takes 8 MiB at D = 128, and eight are cached.
+# Longer tables are not cached. A table of this length takes 4 MiB at D = 128, and eight are cached.
 # Calls on longer sequences are not limited by the host.
 MAX_CACHED_ROWS = 1 << 13
 
@@ -31,20 +31,6 @@ class RopeTable(NamedTuple):
 
     cos: torch.Tensor
     sin: torch.Tensor
-
-    def wide(self) -> WideTable:
-        """Return the same angles in the wide form."""
-        return WideTable(torch.cat((self.cos, self.cos), -1), torch.cat((-self.sin, self.sin), -1))
-
-
-class WideTable(NamedTuple):
-    """(cos, cos) and (-sin, sin) of the angles of R positions, both [R, 1, D]."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-
-Table = RopeTable | WideTable
 
 
 def rope_table(
@@ -64,19 +50,14 @@ def rope_table(
     return RopeTable(*cos_sin(positions, dim, frequencies, stats_dtype(dtype)))
 
 
-def wide_if_eager(table: RopeTable) -> Table:
-    """Return ``table`` in the form that :func:`rotate` uses without a conversion per tensor."""
-    return table.wide() if is_eager() else table
-
-
 def table_for(
     x: torch.Tensor,
     rows: int,
     step: int,
     dim: int,
     frequencies: Frequencies,
-    token_table: Table | None = None,
-) -> Table:
+    token_table: RopeTable | None = None,
+) -> RopeTable:
     """Return the angles of the ``rows`` positions 0, step, 2 * step, ...
 
     In eager mode the table is cached for the next layer and the next call of the same length.
@@ -94,10 +75,10 @@ def table_for(
     if token_table is not None and not is_eager() and not is_exporting():
         return RopeTable(*(angles[::step].narrow(0, 0, rows) for angles in token_table))
     arguments = (rows, step, dim, frequencies, stats_dtype(x.dtype), x.device)
-    if not is_eager() or rows > MAX_CACHED_ROWS:
+    if not is_eager() or rows > MAX_CACHED_ROWS or type(x) is not torch.Tensor:
         return _new_table(*arguments)
-    if type(x) is not torch.Tensor or is_capturing(x.device):  # a graph owns its memory
-        return _new_table(*arguments).wide()
+    if is_capturing(x.device):  # a graph owns its memory
+        return _new_table(*arguments)
     stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
     return _cached_table(*arguments, stream)
 
@@ -123,23 +104,21 @@ def _cached_table(
     dtype: torch.dtype,
     device: torch.device,
     stream: int,
-) -> WideTable:
+) -> RopeTable:
     """One table per CUDA stream: another stream would not wait for the kernels that fill it."""
     with torch.inference_mode(False):  # backward cannot save an inference tensor
-        return _new_table(rows, step, dim, frequencies, dtype, device).wide()
+        return _new_table(rows, step, dim, frequencies, dtype, device)
 
 
-def _rotate_by_operators(x: torch.Tensor, table: Table) -> torch.Tensor:
+def _rotate_by_operators(x: torch.Tensor, table: RopeTable) -> torch.Tensor:
     """Rotate with one upcast before the split, so forward and backward round to x's dtype once."""
-    half = x.shape[-1] // 2
-    cos, sin = table.cos[..., :half], table.sin[..., -half:]
+    cos, sin = table
     x1, x2 = x.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
-
-
-def widened(cos: torch.Tensor, sin: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tensors of a table, narrow or wide, as those of a :class:`WideTable`."""
-    return (cos, sin) if cos.shape[-1] == dim else RopeTable(cos, sin).wide()
+    rotated = (
+        torch.addcmul(x1 * cos, x2, sin, value=-1),
+        torch.addcmul(x2 * cos, x1, sin),
+    )
+    return torch.cat(rotated, dim=-1).to(x.dtype)
 
 
 def rotate_pairs(
@@ -148,14 +127,20 @@ def rotate_pairs(
     """Write the rotated x to ``out``, without autograd.
 
     Args:
-        x: [..., R, heads, D].
-        cos, sin: the tensors of a table, narrow or wide.
+        x: [..., R, heads, D], or with more axes between R and D.
+        cos, sin: the tensors of a table, which broadcast over the axes between R and D.
         out: a tensor of x's shape and dtype.
         back: rotate by the negative angles.
     """
-    cos, sin = widened(cos, sin, x.shape[-1])
-    add = torch.sub if back else torch.add
-    return add(x * cos, x.roll(x.shape[-1] // 2, -1) * sin, out=out)
+    pairs, rotated = x.unflatten(-1, (2, -1)), out.unflatten(-1, (2, -1))
+    scaled, sign = pairs * cos.unsqueeze(-2), -1 if back else 1
+    for half, value in ((0, -sign), (1, sign)):
+        torch.addcmul(
+            *(scaled.select(-2, half), pairs.select(-2, 1 - half), sin),
+            value=value,
+            out=rotated.select(-2, half),
+        )
+    return out
 
 
 class _Rotate(torch.autograd.Function):
@@ -193,7 +178,7 @@ def rotate_back(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 def rotate(
     x: torch.Tensor,  # [..., R, heads, D]
-    table: Table,
+    table: RopeTable,
 ) -> torch.Tensor:
     """Return (x1 cos - x2 sin, x2 cos + x1 sin) for the halves x1, x2 of the last axis.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nsa_core.layer.rope import Table, rotate_back, rotate_pairs, widened
+from nsa_core.layer.rope import RopeTable, rotate_back, rotate_pairs
 from nsa_core.torch_ops.torch_state import is_exporting, is_transformed
 
 DEVICES = ("cuda",)  # types of devices on which columns are split
@@ -36,16 +36,16 @@ class RotatedHeads(torch.autograd.Function):
         dk: int,
     ) -> tuple[torch.Tensor, ...]:
         """Split and rotate ``product``."""
-        # The keys of cmp are rotated too, but the result is not used. Skipping them costs more.
         ctx.save_for_backward(cos, sin)
         ctx.sizes, ctx.shape = (heads, groups, dk), product.shape
         joint, v = _split(product, heads, groups, dk)
-        cos, sin = widened(cos, sin, dk)
-        plain, crossed, k_start = joint * cos, joint.roll(dk // 2, -1) * sin, heads + groups
-        q = torch.add(plain[..., :heads, :], crossed[..., :heads, :], out=_new(product, heads, dk))
+        q, k_start = _new(product, heads, dk), heads + groups
         k, v_copy = _new(product, groups, dk, 2), _new(product, groups, v.shape[-1], 2)
-        pairs = (t[..., k_start:, :].unflatten(-2, (2, groups)) for t in (plain, crossed))
-        torch.add(*pairs, out=k.movedim(0, -3))
+        rotate_pairs(joint[..., :heads, :], cos, sin, q)
+        rotate_pairs(
+            joint[..., k_start:, :].unflatten(-2, (2, groups)),
+            *(cos.unsqueeze(-2), sin.unsqueeze(-2), k.movedim(0, -3)),
+        )
         v_copy.movedim(0, -3).copy_(v[..., 1:, :, :])
         return q, joint[..., heads:k_start, :], k[0], k[1], v[..., 0, :, :], v_copy[0], v_copy[1]
 
@@ -87,7 +87,7 @@ def _new(like: torch.Tensor, heads: int, width: int, *outer: int) -> torch.Tenso
 
 
 def rotated_heads(
-    product: torch.Tensor, table: Table, heads: int, groups: int, dk: int
+    product: torch.Tensor, table: RopeTable, heads: int, groups: int, dk: int
 ) -> tuple[torch.Tensor, ...]:
     """Split the output of the fused projection into heads, and rotate q, k_sel and k_win.
 

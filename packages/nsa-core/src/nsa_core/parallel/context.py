@@ -15,7 +15,7 @@ from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.layer.gating import compute_gates
 from nsa_core.layer.input_checks import check_plan
 from nsa_core.layer.module import NSAttention
-from nsa_core.layer.rope import Table, rope_table, wide_if_eager
+from nsa_core.layer.rope import RopeTable, rope_table
 from nsa_core.packing import token_positions
 from nsa_core.parallel import heads, sequence
 from nsa_core.parallel.agreement import agreed, values_of_layer
@@ -255,7 +255,7 @@ class DividedSequence:
 
 def _rope_of_rows(
     product: torch.Tensor, cu_seqlens: torch.Tensor | None, ranks: Ranks, config: NSAConfig
-) -> Table:
+) -> RopeTable:
     """Return the angles of this rank's rows by their positions in their documents.
 
     Args:
@@ -270,5 +270,4 @@ def _rope_of_rows(
         else token_positions(cu_seqlens, end - first, first).position
         for first, end in ranks.pieces
     ]
-    table = rope_table(torch.cat(positions), config.qk_dim, config.frequencies, product.dtype)
-    return wide_if_eager(table)
+    return rope_table(torch.cat(positions), config.qk_dim, config.frequencies, product.dtype)

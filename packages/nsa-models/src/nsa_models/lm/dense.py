@@ -11,7 +11,7 @@ from torch import nn
 
 from nsa_core.config import NSAConfig
 from nsa_core.layer.projection import HeadNorm
-from nsa_core.layer.rope import rope_table, rotate, table_for, wide_if_eager
+from nsa_core.layer.rope import rope_table, rotate, table_for
 from nsa_core.packing import token_positions
 
 
@@ -65,9 +65,7 @@ class DenseAttention(nn.Module):
                 table = table_for(q, rows, 1, config.qk_dim, config.frequencies)
             else:
                 positions = token_positions(cu_seqlens, rows).position
-                table = wide_if_eager(
-                    rope_table(positions, config.qk_dim, config.frequencies, q.dtype)
-                )
+                table = rope_table(positions, config.qk_dim, config.frequencies, q.dtype)
             q, k = rotate(q, table), rotate(k, table)
         o = (
             causal(q, k, v, config.softmax_scale)
