@@ -237,7 +237,7 @@ PIECES = (
         "training throughput of NSA and of dense attention",
         "throughput",
         9.5,
-        "compile+graph,bf16+compile,bf16+compile+graph,flash4+bf16+compile+graph",
+        "compile+graph,bf16+compile+graph,flash4+bf16+compile+graph",
     ),
     _train(
         "train-recompute",

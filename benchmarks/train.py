@@ -256,7 +256,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--modes",
-        help="comma-separated modes, such as compile+graph,bf16+compile (see above)",
+        help="comma-separated modes, such as compile+graph,bf16+compile+graph (see above)",
     )
     parser.add_argument(
         "--shapes",
