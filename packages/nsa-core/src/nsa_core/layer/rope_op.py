@@ -18,24 +18,34 @@ def _table(
     listed: Sequence[float] | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if listed is None:
-        exponents = torch.arange(0, dim, 2, device=positions.device).to(dtype) / dim
-        frequencies = torch.pow(base, -exponents)
-    elif type(positions) is torch.Tensor:
-        frequencies = _cached_frequencies(tuple(listed), dtype, positions.device)
-    else:  # a fake tensor must not be cached
-        frequencies = torch.tensor(listed, dtype=dtype, device=positions.device)
-    angles = positions.to(dtype)[:, None, None] * frequencies
+    # A fake tensor must not be cached.
+    find = _cached_frequencies if type(positions) is torch.Tensor else _frequencies
+    frequencies = find(
+        dim, base, None if listed is None else tuple(listed), dtype, positions.device
+    )
+    angles = positions[:, None, None] * frequencies
     return angles.cos(), angles.sin()
 
 
-@functools.lru_cache(maxsize=32)
-def _cached_frequencies(
-    listed: tuple[float, ...], dtype: torch.dtype, device: torch.device
+def _frequencies(
+    dim: int,
+    base: float,
+    listed: tuple[float, ...] | None,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.Tensor:
-    """Copy a list to the device once, because a copy from the host cannot be captured."""
+    """Return the frequencies as a copy from the host.
+
+    The copy is complete for every stream. It cannot be captured: a graph needs a call before it.
+    """
     with torch.inference_mode(False):
+        if listed is None:
+            exponents = torch.arange(0, dim, 2, device="cpu").to(dtype) / dim
+            return torch.pow(base, -exponents).to(device)
         return torch.tensor(listed, dtype=dtype, device=device)
+
+
+_cached_frequencies = functools.lru_cache(maxsize=32)(_frequencies)
 
 
 def _table_fake(
