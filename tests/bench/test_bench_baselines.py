@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import re
 import sys
 import warnings
 from types import ModuleType
@@ -105,6 +106,23 @@ def test_a_package_with_another_interface_gives_its_error_as_the_reason(install)
     assert "softmax_scale" in install("flash-attn 3", lambda q, k, v, causal: q).reason
 
 
+@pytest.mark.parametrize(
+    ("wrong", "tensor"),
+    [
+        (lambda q, k, v, **options: 0 * attend(q, k, v, **options), "o"),
+        (lambda q, k, v, **options: attend(q, k, v, **(options | {"causal": False})), "o"),
+        (lambda q, k, v, **options: attend(q, k, v, **options) * torch.nan, "o"),
+        (lambda q, k, v, **options: attend(2 * q - q.detach(), k, v, **options), "dq"),
+        (lambda q, k, v, **options: attend(q, k, 2 * v - v.detach(), **options), "dv"),
+    ],
+)
+def test_a_kernel_with_wrong_results_is_no_baseline(install, wrong, tensor):
+    """A flash-attn that was built without the width of the heads returns anything, and fast."""
+    reason = install("flash-attn", wrong).reason
+    assert re.match(rf"its {tensor} is wrong: (\d+|nan) % away from exact attention", reason)
+    assert reason.endswith("was it built for float64 and heads of 32?")
+
+
 def test_flash_attention_4_that_does_not_run_may_be_overwritten(install):
     assert install("flash-attn 4").reason.endswith("install flash-attn-4 after it")
     assert "install flash-attn-4" not in install("flash-attn 3").reason
@@ -117,7 +135,7 @@ def test_flash_attention_4_is_no_baseline_where_its_gradients_are_wrong(install,
 
 
 def test_a_gpu_run_lists_every_dense_kernel(monkeypatch):
-    monkeypatch.setattr(baselines, "refusal", lambda *arguments: "")
+    monkeypatch.setattr(baselines, "dense_refusal", lambda *arguments: "")
     names = [b.name for b in baselines.dense_baselines(CONFIG, "cuda", torch.bfloat16)]
     expected = ["cudnn", "flash", "efficient", "flash-attn", "flash-attn 3", "flash-attn 4"]
     assert names == [f"dense {name}" for name in expected]

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa_bench.inputs import Inputs, make_inputs
 from nsa_core.config import NSAConfig
+from nsa_core.dtypes import dtype_name
 from nsa_core.util.text import describe_error
 
 
@@ -37,6 +38,9 @@ class Baseline:
     config: NSAConfig | None = None
 
 
+# A dense kernel is not timed if the norm of its error, relative to exact attention, exceeds this.
+# bf16 has 0.007. A package that was built without some width returns other numbers, and fast.
+MAX_ERROR = 0.1
 _SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 _SDPA["efficient"] = SDPBackend.EFFICIENT_ATTENTION
 # Packages of the authors: module and name. torch.nn.attention can use FlashAttention-3, but takes
@@ -58,28 +62,32 @@ def dense_baselines(config: NSAConfig, device: str, dtype: torch.dtype) -> list[
 
 
 def _sdpa(name: str, config: NSAConfig, device: str, dtype: torch.dtype) -> Baseline:
-    backend, scale, groups = _SDPA[name], config.softmax_scale, config.n_heads // config.n_kv_heads
-
-    def forward(x: Inputs, repeats: int = 1) -> torch.Tensor:
-        k, v = (t.transpose(1, 2) for t in (x.k, x.v))
-        if repeats > 1:
-            k, v = (t.repeat_interleave(repeats, 1) for t in (k, v))
-        q, gqa = x.q.transpose(1, 2), groups > repeats
-        assert q.shape[2] == k.shape[2], (
-            "is_causal aligns top-left, so it needs as many queries as keys"
-        )
-        with sdpa_kernel([backend]):
-            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
-        return o.transpose(1, 2)
-
+    groups = config.n_heads // config.n_kv_heads
+    forward = functools.partial(_attend, backend=_SDPA[name], config=config)
     label = f"dense {name}"
-    reason = refusal(forward, config, device, dtype)
+    reason = dense_refusal(forward, config, device, dtype)
     # A kernel without grouped-query support gets repeated k/v heads; the copy counts as its time.
     if reason and groups > 1:
         repeated = functools.partial(forward, repeats=groups)
-        if not refusal(repeated, config, device, dtype):
+        if not dense_refusal(repeated, config, device, dtype):
             return Baseline(f"{label}, repeated k/v", repeated)
     return Baseline(label, forward, reason)
+
+
+def _attend(x: Inputs, *, backend: SDPBackend, config: NSAConfig, repeats: int = 1) -> torch.Tensor:
+    """Return dense causal attention; each head of k and v is copied ``repeats`` times."""
+    k, v = (t.transpose(1, 2) for t in (x.k, x.v))
+    if repeats > 1:
+        k, v = (t.repeat_interleave(repeats, 1) for t in (k, v))
+    q, gqa = x.q.transpose(1, 2), config.n_heads // config.n_kv_heads > repeats
+    assert q.shape[2] == k.shape[2], (
+        "is_causal aligns top-left, so it needs as many queries as keys"
+    )
+    with sdpa_kernel([backend]):
+        o = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=config.softmax_scale, enable_gqa=gqa
+        )
+    return o.transpose(1, 2)
 
 
 def _package(name: str, config: NSAConfig, device: str, dtype: torch.dtype) -> Baseline:
@@ -99,7 +107,7 @@ def _package(name: str, config: NSAConfig, device: str, dtype: torch.dtype) -> B
         # Seen in 4.0.0b36 on sm_90: github.com/Dao-AILab/flash-attention/pull/2896
         reason = "its gradients are wrong for heads whose width is no multiple of 32"
         return Baseline(label, forward, reason)
-    reason = refusal(forward, config, device, dtype)
+    reason = dense_refusal(forward, config, device, dtype)
     if reason and name == "flash-attn 4":
         reason += "; flash-attn has older files of the same names: install flash-attn-4 after it"
     return Baseline(label, forward, reason)
@@ -132,7 +140,41 @@ def refusal(
     try:
         with warnings.catch_warnings():  # PyTorch warns of each kernel that refuses, and why
             warnings.simplefilter("ignore")
-            torch.autograd.grad(forward(x), [getattr(x, name) for name in leaves], x.do)
+            _results(forward, x, leaves)
     except Exception as error:  # noqa: BLE001  a compiler of kernels raises its own errors
         return describe_error(error)
     return ""
+
+
+def dense_refusal(
+    forward: Callable[[Inputs], torch.Tensor],
+    config: NSAConfig,
+    device: str,
+    dtype: torch.dtype,
+) -> str:
+    """Return what :func:`refusal` returns, or how the results differ from exact attention."""
+    if reason := refusal(forward, config, device, dtype):
+        return reason
+    x = make_inputs("random", config, batch=1, length=64, dtype=dtype, device=device, seed=0)
+    leaves = {name: getattr(x, name).detach().double() for name in ("q", "k", "v", "do")}
+    exact = dataclasses.replace(x, **{n: t.requires_grad_(n != "do") for n, t in leaves.items()})
+    attend = functools.partial(_attend, backend=SDPBackend.MATH, config=config)
+    for name, result, true in zip(
+        ("o", "dq", "dk", "dv"), _results(forward, x), _results(attend, exact), strict=True
+    ):
+        error = ((result - true).norm() / true.norm()).item()
+        if not error <= MAX_ERROR:
+            width = max(config.qk_dim, config.v_dim)
+            return (
+                f"its {name} is wrong: {100 * error:.0f} % away from exact attention; was it built"
+                f" for {dtype_name(dtype)} and heads of {width}?"
+            )
+    return ""
+
+
+def _results(
+    forward: Callable[[Inputs], torch.Tensor], x: Inputs, leaves: Sequence[str] = ("q", "k", "v")
+) -> tuple[torch.Tensor, ...]:
+    """Return the output of ``forward`` and the gradients of ``leaves``."""
+    o = forward(x)
+    return o, *torch.autograd.grad(o, [getattr(x, name) for name in leaves], x.do)
