@@ -10,15 +10,18 @@ import shlex
 import subprocess
 from typing import Any, get_args
 
+import click
 import pytest
+import torch
+import typer
 
 from nsa_bench.roofline import Peaks
-from nsa_cli import extras, train_options
+from nsa_cli import app, extras, torchrun, train_interrupted, train_options
 from nsa_cli.choices import errors_name_options
 from nsa_core import InvalidInput
 from nsa_core.util import atomic_files
 from nsa_models.inspect import open_subject
-from nsa_models.lm import log, saving
+from nsa_models.lm import log, parallel, saving
 from nsa_models.lm import train as train_module
 from nsa_models.lm.config import SIZES
 from nsa_models.lm.model_folder import open_folder
@@ -369,6 +372,20 @@ def test_an_altered_run_is_refused_by_every_command(nsa, text, tmp_path):
         done = nsa(*command)
         assert (done.code, f"{file} was altered" in done.err) == (2, True), done.err
     assert not (tmp_path / "new").exists()
+
+
+def test_the_next_command_continues_on_the_same_device_and_processes(nsa, tmp_path, monkeypatch):
+    run = str(tmp_path / "run")
+    done = nsa("train", "--out", run, "--data", "uniform", "--steps", "1", *SMALL)
+    command = f"train --out {run} --device cpu --resume"
+    assert done.out.splitlines()[-1] == f"next: nsa {command} --steps 2"
+    context = click.Context(typer.main.get_command(app.app).commands["train"])
+    context.params = {"out": run, "device": "cpu"}
+    world = parallel.World(torch.device("cpu"), size=2)
+    training = train_interrupted.Training(context, {"out", "device"}, world)
+    monkeypatch.setattr(torchrun, "launched", lambda: True)
+    resume = shlex.join(training.resume_command())
+    assert resume == f"torchrun --nproc-per-node 2 -m nsa_cli {command}"
 
 
 def test_a_damaged_log_is_kept_and_said(nsa, text, tmp_path):

@@ -112,7 +112,7 @@ def train(
         # A sharded model computes on all processes together.
         accuracy = trainer.accuracy() if trainer.data.spec.data == "recall" else None
         if world.rank == 0:
-            _print_summary(history, trainer, out, accuracy)
+            _print_summary(history, trainer, training, accuracy)
             _plot_losses(out, png, svg, force or resume)
 
 
@@ -388,9 +388,12 @@ def _run(trainer: Trainer, out: Path) -> list[Progress]:
 
 
 def _print_summary(
-    history: list[Progress], trainer: Trainer, out: Path, accuracy: float | None
+    history: list[Progress],
+    trainer: Trainer,
+    training: train_interrupted.Training,
+    accuracy: float | None,
 ) -> None:
-    console = output.console()
+    console, out = output.console(), training.context.params["out"]
     columns = ("step", "loss", "held out", "lr", "tokens/s", "of peak rate", "MiB")
     rows = []
     for p in (p for p in history if p.held_out_loss is not None):
@@ -435,7 +438,7 @@ def _print_summary(
     console.print(text, style="bold green")
     if trainer.data.tokenizer is None:  # a task has no text to continue
         more = str(2 * max(trainer.step_number, trainer.recipe.steps))
-        output.print_next(["nsa", "train", "--out", str(out), "--resume", "--steps", more])
+        output.print_next([*training.resume_command(), "--steps", more])
     else:
         output.print_next(["nsa", "generate", "--checkpoint", str(out), "--prompt", "The "])
 

@@ -45,6 +45,11 @@ class Training:
     world: World | None = None
     trainer: Trainer | None = None
 
+    def resume_command(self) -> list[str]:
+        """Return the words that continue the run on the same processes."""
+        on = [name for name in ("out", *NOT_IN_FOLDER) if name in self.typed]
+        return [*_program(self.world), *_typed_options(self.context, on), "--resume"]
+
 
 @contextlib.contextmanager
 def explained(training: Training) -> Iterator[Interruption]:
@@ -112,9 +117,7 @@ def _explain(end: str, training: Training, for_all: bool = False) -> None:
     if not for_all and world is not None and world.rank:
         return
     out = Path(context.params["out"])  # some versions of typer keep the text
-    start = _program(world)
-    on = [name for name in ("out", *NOT_IN_FOLDER) if name in typed]
-    commands = [[*start, *_typed_options(context, on), "--resume"]]
+    commands = [training.resume_command()]
     if trainer is None and context.params["resume"]:
         text = "the saved run is unchanged. To go on:"
     elif trainer is not None and trainer.rescued is not None:
@@ -126,7 +129,7 @@ def _explain(end: str, training: Training, for_all: bool = False) -> None:
         text = "nothing is saved yet. To start again:"
         again = _typed_options(context, [name for name in context.params if name in typed])
         empty = not out.is_dir() or is_empty(out)
-        commands = [[*start, *again, *([] if empty or "force" in typed else ["--force"])]]
+        commands = [[*_program(world), *again, *([] if empty or "force" in typed else ["--force"])]]
     else:
         step, steps = trainer.saved_step, trainer.recipe.steps
         text = f"step {step} of {steps} is saved in {out}"
