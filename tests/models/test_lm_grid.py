@@ -193,8 +193,8 @@ def test_a_sharded_run_goes_on_with_a_model_without_memory(tmp_path):
         ),
         (
             "--context-parallel 2 --tensor-parallel 2",
-            "--context-parallel must be 1 with tensor_parallel 2, got 2: an attention layer divides"
-            " its tokens or its heads",
+            "--context-parallel must be 1 with --tensor-parallel 2, got 2: an attention layer"
+            " divides its tokens or its heads",
         ),
         (
             "--tensor-parallel 3",

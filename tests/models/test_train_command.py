@@ -176,7 +176,11 @@ def test_existing_files_and_wrong_arguments_are_refused(nsa, text, tmp_path):
             "--cuda-graph needs one process on one GPU, got 1 process(es) on cpu; leave it out",
         ),
         ("--held-out 1", "--held-out must lie between 0 and 1, such as 0.05, got 1.0"),
-        ("--accumulate 3", "--batch 2 does not divide over --accumulate 3 x 1 processes"),
+        (
+            "--accumulate 3",
+            "--batch 2 does not divide over --accumulate 3 x 1 processes: it must be a"
+            " multiple of 3",
+        ),
         *((f"--parallel {kind}", NO_TORCHRUN.format(kind=kind)) for kind in KINDS),
         ("--data recall --vocab 8", "--vocab must be at least 16 for 8 pairs, got 8"),
     ],

@@ -156,7 +156,7 @@ def errors_name_options(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except InvalidInput as error:
-        fields = rf"(^|; | over | of )({'|'.join(names)})(=True|(?= must | \d|: ))"
+        fields = rf"(^|; | over | of | with )({'|'.join(names)})(=True|(?= must | \d|: ))"
         raise InvalidInput(
             re.sub(fields, lambda m: m[1] + as_options([names[m[2]]]), str(error))
         ) from error

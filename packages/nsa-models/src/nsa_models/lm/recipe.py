@@ -154,7 +154,7 @@ class Recipe:
             of = "processes" if shared == 1 else f"groups of {shared} processes"
             raise InvalidInput(
                 f"batch {self.batch} does not divide over accumulate {self.accumulate} x {world}"
-                f" {of}"
+                f" {of}: it must be a multiple of {parts}"
             )
         first, rows = part * world + rank, self.batch // parts
         return slice(first * rows, (first + 1) * rows)
