@@ -17,7 +17,8 @@ _DECODE = "nsa bench decode --device cuda --dtype bfloat16 --threads 8"
 _CORE = (
     _BENCH + " --shape {shape} --length 8k,32k,64k --phase {phases} {combos}"
     " --inputs random,real --checkpoint " + CHECKPOINTS + "/{checkpoint}.safetensors"
-    " --budget 0.3 --max-call 1 --cell-limit 30 --time-limit {seconds} --json {{file}}"
+    " --rival sfnsa --rival xunhao --budget 0.3 --max-call 1 --cell-limit 30"
+    " --time-limit {seconds} --json {{file}}"
 )
 _ON_ALL_GPUS = "python -m torch.distributed.run --standalone --nproc-per-node gpu"
 _REHEARSE = "python benchmarks/rehearse.py --arch 80 --"
@@ -202,11 +203,11 @@ PIECES = (
     ),
     _core("12/2/64", 3),
     _core("32/8/128", 5),
-    _core("64/4/128", 7),
-    _core("64/4/192/128", 7),
+    _core("64/4/128", 9),
+    _core("64/4/192/128", 9),
     _shapes("16k", "40/8/128,48/6/80,16/2/96,32/32/64,8/1/256", 7),
     _shapes("32k", "28/4/128,64/8/128", 4),
-    _shapes("128k", "16/1/128", 4),
+    _shapes("128k", "16/1/128", 6),
     *map(_backends, BACKEND_SHAPES),
     *map(_dense, BACKEND_SHAPES),
     Piece(
