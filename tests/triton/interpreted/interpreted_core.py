@@ -120,12 +120,16 @@ def test_gradients_equal_those_of_the_slots(
         )
 
 
+@pytest.mark.parametrize("sel", ["bits", "tiles", "sums"])  # the forms of sel's dq
 @pytest.mark.parametrize("lengths", [(21,), DOCUMENTS])
-def test_cmp_may_be_of_another_backend(lengths: tuple[int, ...]) -> None:
+def test_cmp_may_be_of_another_backend(
+    lengths: tuple[int, ...], sel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its backward gets the do of the gated sum, and the gate by its LSE: +inf for a gate of 0."""
+    monkeypatch.setattr(bitmask, "fits", lambda *problem: sel == "bits")
     bounds = [0, *itertools.accumulate(lengths)]
     cu = torch.tensor(bounds, dtype=torch.int32) if len(lengths) > 1 else None
-    call = SlotCall(GEOMETRY, 0.3, cu, max(lengths), deterministic=True)
+    call = SlotCall(GEOMETRY, 0.3, cu, max(lengths), deterministic=sel == "tiles")
     x = tensors(call, sum(lengths), 1, (4, 2), (16, 24))
     x["gates"][..., ::3, :, 0] = 0.0
     expected, infinite = by_core(x, call), []

@@ -117,29 +117,28 @@ def backward(
     outputs.clear()
     delta, lse2 = stats_sel.unbind()
     window = Branch(x.k_win, x.v_win, x.lse_win, stats_win, (1, 1, geometry.window_size))
-    branches = [(window, seqs)]
+    branches, dq = [(window, seqs)], None
+    of_cmp: list[tuple[Tensor, Tensor]] = []
     if cmp_backward is None:
         span = geometry.compress_block_size, geometry.compress_stride, 0
         compressed = Branch(x.k_cmp, x.v_cmp, x.lse_cmp, stats_cmp, span)
         branches.append((compressed, Sequences.of(x.q, x.k_cmp, call, compressed=True)))
     else:
         gated_lse = stats_cmp[1].narrow(-1, 0, do.shape[-3]) * math.log(2)
-        of_cmp = cmp_backward(do, x.q, x.k_cmp, x.v_cmp, o_cmp, gated_lse)
+        dq, dk_cmp, dv_cmp = cmp_backward(do, x.q, x.k_cmp, x.v_cmp, o_cmp, gated_lse)
+        of_cmp = [(dk_cmp, dv_cmp)]
     del o_cmp
     dkdv: list[tuple[Tensor, Tensor]] = []
     with Fork(do.device) as fork:
         if fork.active:  # dk and dv of both branches run beside all kernels of dq
             dkdv += [b.dkdv(do, x.q, of, call.scale, fork, memo) for b, of in branches]
         problem = Problem(do, x.q, x.k_sel, x.v_sel, lse2, delta, seqs, call)
-        dq, dk_sel, dv_sel = sel_backward.gradients(problem, x.blocks, fork, memo)
+        dq, dk_sel, dv_sel = sel_backward.gradients(problem, x.blocks, fork, memo, dq)
         for branch, sequences in branches:
             branch.add_dq(do, x.q, dq, sequences, call.scale, memo)
             if not fork.active:
                 dkdv.append(branch.dkdv(do, x.q, sequences, call.scale, fork, memo))
-    if cmp_backward is not None:
-        dq += of_cmp[0]
-        dkdv.append(of_cmp[1:])
-    (dk_win, dv_win), (dk_cmp, dv_cmp) = dkdv
+    (dk_win, dv_win), (dk_cmp, dv_cmp) = *dkdv, *of_cmp
     return Gradients(dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates)
 
 

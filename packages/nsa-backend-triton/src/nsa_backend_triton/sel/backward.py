@@ -115,7 +115,12 @@ def _needs_int64_offsets(problem: Problem) -> bool:
 
 @cached_by_metadata
 def _prepare_blocks(
-    problem: Problem, num_pairs: int, num_buckets: int, settings: configs.Settings, ordered: bool
+    problem: Problem,
+    num_pairs: int,
+    num_buckets: int,
+    settings: configs.Settings,
+    ordered: bool,
+    adds: bool,
 ) -> _BlockLaunches:
     q, k, v, seqs, call = problem.q, problem.k, problem.v, problem.seqs, problem.call
     key_tiles = triton.cdiv(call.geometry.select_block_size, settings["BLOCK_N"])
@@ -155,8 +160,11 @@ def _prepare_blocks(
     padded_q, padded_k, padded_v = (triton.cdiv(n, ROUND_BLOCK) * ROUND_BLOCK for n in numels)
     end = padded_q + padded_k + padded_v
     rounding = Launch(
-        sel_round, (end // ROUND_BLOCK,), *numels, call.scale, BLOCK_SIZE=ROUND_BLOCK, num_warps=4
-    )
+        sel_round, (end // ROUND_BLOCK,),
+        *numels, call.scale,
+        BLOCK_SIZE=ROUND_BLOCK, ADDS=adds,
+        num_warps=4,
+    )  # fmt: skip
     rows = items * key_tiles * settings["BLOCK_N"]
     return _BlockLaunches(
         segments,
@@ -170,7 +178,13 @@ def _prepare_blocks(
 
 
 def block_gradients(
-    problem: Problem, lists: PairLists, settings: configs.Settings, memo: Memo, *, ordered: bool
+    problem: Problem,
+    lists: PairLists,
+    settings: configs.Settings,
+    memo: Memo,
+    *,
+    ordered: bool,
+    dq: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return dq, dk and dv in the inputs' dtypes.
 
@@ -181,14 +195,16 @@ def block_gradients(
             CHUNK_PAIRS, the pairs of an ordered program at most; PROGRAMS_PER_SM, the programs
             that each multiprocessor should get.
         memo: that of ``problem``.
-        ordered: whether to add dk and dv in a fixed order; dq is then None. Otherwise all three
-            are added to one buffer of fp32 zeros.
+        ordered: whether to add dk and dv in a fixed order; the result has no dq then. Otherwise
+            all three are added to one buffer of fp32 zeros.
+        dq: that of :func:`gradients`.
     """
-    q, k, v = problem.q, problem.k, problem.v
+    q, k, v, adds = problem.q, problem.k, problem.v, dq is not None
     num_pairs, num_buckets = lists.tokens.shape[0], lists.offsets.shape[0] - 1
     launches = memo.get_or_make(
-        "blocks", _prepare_blocks, problem, num_pairs, num_buckets, settings, ordered
-    )
+        ("blocks", adds), _prepare_blocks,
+        problem, num_pairs, num_buckets, settings, ordered, adds,
+    )  # fmt: skip
     _, dk_start, dv_start, end = launches.sum_offsets
     sums = problem.delta.new_zeros(end) if end else problem.delta
     partial = [problem.delta.new_empty(shape) for shape in launches.partial_shapes] or [
@@ -206,7 +222,10 @@ def block_gradients(
     # No program writes the keys after the last query.
     unseen = ordered and k.shape[-3] > problem.seqs.end
     grads = [x.new_zeros(x.shape) if unseen else x.new_empty(x.shape) for x in (k, v)]
-    dq = None if ordered else q.new_empty(q.shape)
+    if ordered:
+        dq = None
+    elif dq is None:
+        dq = q.new_empty(q.shape)
     for add_chunks, chunks, grad in zip(launches.add_chunks, partial, grads):
         add_chunks(chunks, lists.offsets, problem.seqs.cu, grad)
     if dq is not None and end:
@@ -293,28 +312,35 @@ def backward(
 
 
 def gradients(
-    problem: Problem, blocks: Tensor, fork: Fork | None = None, memo: Memo | None = None
+    problem: Problem,
+    blocks: Tensor,
+    fork: Fork | None = None,
+    memo: Memo | None = None,
+    dq: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv in the shapes and dtypes of q, k and v.
 
     dq is complete at once, dk and dv when ``fork`` ends, if it is given. ``memo`` belongs to the
-    metadata of ``problem`` and ``blocks``; None: it is looked up.
+    metadata of ``problem`` and ``blocks``; None: it is looked up. If ``dq`` is given, a contiguous
+    gradient of q, this one is added to it in place.
     """
     memo = _memo(problem, blocks) if memo is None else memo
     if memo.get_or_make("bitmask fits", bitmask.fits, problem, blocks):
-        return bitmask.gradients(problem, blocks, memo, fork)
+        of_sel, dk, dv = bitmask.gradients(problem, blocks, memo, fork)
+        return of_sel if dq is None else dq.add_(of_sel), dk, dv
     problem = problem._replace(seqs=problem.seqs.disjoint())  # as the lists of pairs require
     q, k, v, call = problem.q, problem.k, problem.v, problem.call
     lists = pair_lists.build(blocks, problem.seqs, call.geometry, memo)
-    settings, of_tiles = (
+    settings, tile_settings = (
         memo.get_or_make(name, tuned_settings, q, k, v, call.geometry, name)
         for name in ("sel_block_backward", "sel_tile_backward")
     )
     ordered = call.deterministic or bool(settings.get("ORDERED"))
-    dq, dk, dv = block_gradients(problem, lists, settings, memo, ordered=ordered)
-    if dq is None:
-        dq = tile_gradients(problem, blocks, of_tiles, memo)
-    return dq, dk, dv
+    of_blocks, dk, dv = block_gradients(problem, lists, settings, memo, ordered=ordered, dq=dq)
+    if of_blocks is not None:
+        return of_blocks, dk, dv
+    of_tiles = tile_gradients(problem, blocks, tile_settings, memo)
+    return of_tiles if dq is None else dq.add_(of_tiles), dk, dv
 
 
 @cached_by_metadata

@@ -453,24 +453,32 @@ def sel_add_chunks(
 
 
 @triton.jit
-def _store_rounded(OUT, index, x, numel, BLOCK_SIZE: tl.constexpr):
-    """Store x [BLOCK_SIZE] at OUT + index * BLOCK_SIZE, up to the ``numel`` elements of OUT."""
+def _store_rounded(OUT, index, x, numel, BLOCK_SIZE: tl.constexpr, ADDS: tl.constexpr):
+    """Store x [BLOCK_SIZE] at OUT + index * BLOCK_SIZE, up to the ``numel`` elements of OUT.
+
+    ADDS: add the elements of OUT before.
+    """
     offs = index * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    x = x.to(OUT.dtype.element_ty)
-    # A masked store whose end is not known to be even would store element by element.
+    # A masked access whose end is not known to be even would go element by element.
     if index * BLOCK_SIZE + BLOCK_SIZE <= numel:
-        tl.store(OUT + offs, x)
+        if ADDS:
+            x += tl.load(OUT + offs)
+        tl.store(OUT + offs, x.to(OUT.dtype.element_ty))
     else:
-        tl.store(OUT + offs, x, mask=offs < numel)
+        if ADDS:
+            x += tl.load(OUT + offs, mask=offs < numel, other=0.0)
+        tl.store(OUT + offs, x.to(OUT.dtype.element_ty), mask=offs < numel)
 
 
 @triton.jit(do_not_specialize=["numel_q", "numel_k", "numel_v"])
 def sel_round(
     SUMS, DQ, DK, DV,
     numel_q: tl.int64, numel_k: tl.int64, numel_v: tl.int64, scale,
-    BLOCK_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """Round the fp32 sums once: DQ = scale times its sums, DK and DV = theirs.
+
+    ADDS: DQ holds another gradient, which is added in fp32.
 
     SUMS holds the three one after the other, each padded to a multiple of BLOCK_SIZE. A program
     owns BLOCK_SIZE elements of one of them: 4 bytes read and one element written per element, 16
@@ -481,8 +489,8 @@ def sel_round(
     first_v = first_k + tl.cdiv(numel_k, BLOCK_SIZE)
     x = tl.load(SUMS + pid * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE))
     if pid < first_k:
-        _store_rounded(DQ, pid, x * scale, numel_q, BLOCK_SIZE)
+        _store_rounded(DQ, pid, x * scale, numel_q, BLOCK_SIZE, ADDS)
     elif pid < first_v:
-        _store_rounded(DK, pid - first_k, x, numel_k, BLOCK_SIZE)
+        _store_rounded(DK, pid - first_k, x, numel_k, BLOCK_SIZE, False)
     else:
-        _store_rounded(DV, pid - first_v, x, numel_v, BLOCK_SIZE)
+        _store_rounded(DV, pid - first_v, x, numel_v, BLOCK_SIZE, False)
