@@ -249,7 +249,7 @@ def plan_without_work(cache, **forms):
 
 
 @pytest.mark.parametrize(
-    ("compress", "phi", "captured"), [("mean", 25, 34), ("mlp", 33, 42), ("conv", 41, 50)]
+    ("compress", "phi", "captured"), [("mean", 21, 30), ("mlp", 29, 38), ("conv", 37, 46)]
 )
 def test_number_of_operators_per_token(compress, phi, captured, monkeypatch):
     """A step runs few operators besides the fused forms.

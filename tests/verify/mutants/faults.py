@@ -240,9 +240,9 @@ MUTANTS = (
     ),
     Mutant(
         "rotary embedding over concatenated heads",
-        "nsa_core.layer.split_product",
-        "joint.roll(dk // 2, -1)",
-        "joint.flatten(-2).roll(joint.shape[-2] * dk // 2, -1).view_as(joint)",
+        "nsa_core.layer.rope",
+        "pairs = x.unflatten(-1, (2, -1))",
+        "pairs = x.flatten(-2).unflatten(-1, (2, x.shape[-2], -1)).transpose(-3, -2)",
     ),
     Mutant(
         "layer exchanges the keys of sel and win",

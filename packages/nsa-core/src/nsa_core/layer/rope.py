@@ -132,14 +132,13 @@ def rotate_pairs(
         out: a tensor of x's shape and dtype.
         back: rotate by the negative angles.
     """
-    pairs, rotated = x.unflatten(-1, (2, -1)), out.unflatten(-1, (2, -1))
-    scaled, sign = pairs * cos.unsqueeze(-2), -1 if back else 1
-    for half, value in ((0, -sign), (1, sign)):
-        torch.addcmul(
-            *(scaled.select(-2, half), pairs.select(-2, 1 - half), sin),
-            value=value,
-            out=rotated.select(-2, half),
-        )
+    pairs = x.unflatten(-1, (2, -1))
+    x1, x2 = pairs.unbind(-2)
+    scaled1, scaled2 = (pairs * cos.unsqueeze(-2)).unbind(-2)
+    out1, out2 = out.unflatten(-1, (2, -1)).unbind(-2)
+    sign = -1 if back else 1
+    torch.addcmul(scaled1, x2, sin, value=-sign, out=out1)
+    torch.addcmul(scaled2, x1, sin, value=sign, out=out2)
     return out
 
 
