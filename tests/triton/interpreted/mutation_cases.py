@@ -52,6 +52,7 @@ class Tiny:
     dtype: torch.dtype = torch.float64
     ties: bool = False  # every compressed key except one is 0
     nan_key: int | None = None  # index of a compressed key of NaN; lse is finite
+    adds: bool = False  # whether sel's dq is added to another gradient
     full: bool = False  # every token has a key: with one block per token no pair is left out
     sort: bool = False  # whether pairs are sorted as in long sequences
     run: int = 0  # rows whose partial outputs are computed at a time; 0: all
@@ -130,7 +131,9 @@ class Tiny:
             with mock.patch.multiple(runs, PARTIAL_BYTES=run_bytes, MAX_RUNS=total):
                 o, lse = sel.forward(q, k, v, blocks, call=call)
             with mock.patch.object(sel_backward, "ROUND_BLOCK", 64):
-                sel.backward(do, q, k, v, blocks, apart(o), lse, call=call)
+                problem = sel_backward.prepare(do, q, k, v, apart(o), lse, call=call)
+                dq = torch.randn(q.shape, dtype=q.dtype) if self.adds else None
+                sel_backward.gradients(problem, blocks, dq=dq)
         else:
             module, q, do = MODULES[self.slot], self.part(q), self.part(do)
             o, lse = module.forward(q, k, v, call=call)
@@ -400,6 +403,7 @@ PARTIAL_CASES = {
     ),
 }
 SEL_CASES |= PARTIAL_CASES
+SEL_CASES["sel added"] = dataclasses.replace(SEL_CASES["sel dense"], adds=True)
 # Long sequences sort their pairs.
 SORTED = ("sel packed", "sel dense", "sel runs of rows", "sel malformed", "sel partial packed")
 SORTED += ("sel full", "sel long lists", "sel partial", "sel document of one token")

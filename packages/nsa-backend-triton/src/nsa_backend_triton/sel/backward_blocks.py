@@ -466,7 +466,7 @@ def _store_rounded(OUT, index, x, numel, BLOCK_SIZE: tl.constexpr, ADDS: tl.cons
         tl.store(OUT + offs, x.to(OUT.dtype.element_ty))
     else:
         if ADDS:
-            x += tl.load(OUT + offs, mask=offs < numel, other=0.0)
+            x += tl.load(OUT + offs, mask=offs < numel)
         tl.store(OUT + offs, x.to(OUT.dtype.element_ty), mask=offs < numel)
 
 
