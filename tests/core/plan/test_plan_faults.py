@@ -28,6 +28,7 @@ R, OF_LIST = Reason("x", "refuses"), "of its probe's list is"
         (lambda r: Reason("x", "alone"), "probe_nonsense", "returned Reason, not a list of R"),
         (lambda r: ["text"], "probe_nonsense", f"item 0 {OF_LIST} str, not a Reason"),
         (lambda r: [R, Reason("x", 3)], "probe_nonsense", f"item 1 {OF_LIST} Reason, not a Reason"),
+        (lambda r: [Reason("x", "")], "probe_nonsense", "not a Reason with code and message"),
         (lambda r: {}["x"], "probe_raised", "KeyError: 'x'"),
         (lambda r: sys.exit(3), "probe_raised", "SystemExit: 3"),
         (lambda r: (_ for _ in ()).throw(TimeoutError("mine")), "probe_raised", "Error: mine"),

@@ -91,7 +91,7 @@ def call_probe(name: str, guarded: bool, path: str, request: Request) -> tuple[R
     for index, reason in enumerate(result):
         if not is_reason(reason):
             kind = type(reason).__name__
-            text = f"item {index} of its probe's list is {kind}, not a Reason with texts"
+            text = f"item {index} of its probe's list is {kind}, not a Reason with code and message"
             raise PluginFault(text, "nonsense")
     return tuple(result)
 
