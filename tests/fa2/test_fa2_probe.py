@@ -89,6 +89,12 @@ def test_probe_refuses_with_a_reason(change: dict, code: str, words: str, use_pr
     assert reason.hint
 
 
+def test_hint_for_an_old_gpu_names_a_backend_that_runs_there(use_provider) -> None:
+    use_provider("2.8.3")
+    (reason,) = probes.probe(dataclasses.replace(GOOD, capability=(7, 5)))
+    assert reason.hint == "use sdpa"  # triton needs sm_80 too
+
+
 def test_probe_returns_all_reasons(use_provider) -> None:
     use_provider("2.8.3")
     assert codes(dataclasses.replace(GOOD, dtype="float32", head_dim=512, capability=(7, 0))) == [
