@@ -312,7 +312,7 @@ def test_backends_show_lists_the_status_and_the_sources() -> None:
 
 @pytest.mark.parametrize(
     ("function", "words"),
-    [("no_module:f", "ModuleNotFoundError"), ("builtins:input", "raised"), ("builtins:dict", None)],
+    [("no_module:f", "ModuleNotFoundError"), ("builtins:input", "raised"), ("builtins:list", None)],
 )
 def test_failure_of_a_detail_function_is_a_line(function: str, words: str | None) -> None:
     spec = dataclasses.replace(nsa_register_backends(), name="other", detail=function)

@@ -14,6 +14,7 @@ import torch
 
 from nsa_core.contract import SLOTS, Reason
 from nsa_core.errors import BackendUnavailable, InvalidInput, Unsupported
+from nsa_core.plan.candidates import details
 from nsa_core.plan.plan import resolve
 from nsa_core.plan.registry import Registry, default_registry
 from planning import CONFIG, backends, registry_of, spec
@@ -41,6 +42,14 @@ def test_row_57_faulty_probe_is_a_reason_against_its_backend(toy, probe, code, m
     (candidate,) = (c for c in plan.choices["win"].candidates if c.backend == "bad")
     assert candidate.reasons[0].code == code
     assert message in candidate.reasons[0].message
+
+
+@pytest.mark.parametrize("result", [None, "one line"])
+def test_a_detail_function_that_returns_no_list_is_described(toy, result):
+    toy.lines = lambda: result
+    (entry,) = registry_of(spec("bad", detail="planned:lines")).entries
+    kind = type(result).__name__
+    assert details(entry) == [f"its detail function returned {kind}, not a list of texts"]
 
 
 def test_probe_that_cannot_be_imported_is_a_reason(toy):
