@@ -169,7 +169,7 @@ def test_a_crash_in_the_import_of_a_kernel_names_the_backend(nsa, site, command)
     (site / "crashing_kernel.py").write_text(f"{CRASH}\n")
     done = nsa(*command.split(), *CPU)
     reason = "its kernel does not load: killed its process with SIGSEGV in its kernel"
-    assert f"named 1.0: refused: {reason}" in one_line(done.out + done.err)
+    assert f"named 1.0: not supported: {reason}" in one_line(done.out + done.err)
     assert done.code == 3
 
 

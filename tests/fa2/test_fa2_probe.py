@@ -89,6 +89,12 @@ def test_probe_refuses_with_a_reason(change: dict, code: str, words: str, use_pr
     assert reason.hint
 
 
+def test_hint_for_an_old_gpu_names_a_backend_that_runs_there(use_provider) -> None:
+    use_provider("2.8.3")
+    (reason,) = probes.probe(dataclasses.replace(GOOD, capability=(7, 5)))
+    assert reason.hint == "use sdpa"  # triton needs sm_80 too
+
+
 def test_probe_returns_all_reasons(use_provider) -> None:
     use_provider("2.8.3")
     assert codes(dataclasses.replace(GOOD, dtype="float32", head_dim=512, capability=(7, 0))) == [
@@ -306,7 +312,7 @@ def test_backends_show_lists_the_status_and_the_sources() -> None:
 
 @pytest.mark.parametrize(
     ("function", "words"),
-    [("no_module:f", "ModuleNotFoundError"), ("builtins:input", "raised"), ("builtins:dict", None)],
+    [("no_module:f", "ModuleNotFoundError"), ("builtins:input", "raised"), ("builtins:list", None)],
 )
 def test_failure_of_a_detail_function_is_a_line(function: str, words: str | None) -> None:
     spec = dataclasses.replace(nsa_register_backends(), name="other", detail=function)

@@ -231,7 +231,7 @@ UNSAVED: dict[str, tuple[Plant, type[BaseException], str]] = {
     ),
     "full memory": (unreadable(MemoryError("planted")), MemoryError, "planted"),
     "optimizer": (of_optimizer, MemoryError, "planted"),
-    "loss": (not_finite(0), NotFinite, "step 5: the loss is nan"),
+    "loss": (not_finite(0), NotFinite, r"step 5: .* norm is \S+\. Try a lower"),
     "gradient": (not_finite(2), NotFinite, "step 5: the loss is .* gradient norm is nan"),
     "full disk": (unwritable, NotSaved, "No space left on device; free some space"),
 }

@@ -198,7 +198,7 @@ def test_every_table_has_every_kernel() -> None:
 
 def test_row_28_refusal_of_cpu_tensors_names_the_device() -> None:
     config = NSAConfig(dim=64, n_heads=4, n_kv_heads=2, head_dim=16)
-    with pytest.raises(Unsupported, match=r"triton [\d.]+: refused: needs cuda, got cpu"):
+    with pytest.raises(Unsupported, match=r"triton [\d.]+: not supported: needs cuda, got cpu"):
         resolve(config, device="cpu", backends="triton")
 
 

@@ -76,6 +76,9 @@ def test_check_on_an_sdpa_plan():
     for plan in (None, nsa_core.resolve(CONFIG, needs_grad=True)):
         with pytest.raises(nsa_core.NSAError, match="layer 5, branch 'win', backend 'sdpa'"):
             attn(x, plan=plan)
+    attn.layer = None
+    with pytest.raises(nsa_core.NSAError, match=r"^branch 'win', backend 'sdpa'"):
+        attn(x)
 
 
 @pytest.mark.slow

@@ -93,8 +93,8 @@ def test_error_of_auto_lists_why_each_backend_refuses(toy):
     with pytest.raises(Unsupported) as caught:
         resolve(CONFIG, registry=registry)
     assert "no backend takes select, sel, win, combine" in str(caught.value)
-    assert "one 1.0: refused: only on Tuesdays" in str(caught.value)
-    assert "two 1.0: refused: does not offer win" in str(caught.value)
+    assert "one 1.0: not supported: only on Tuesdays" in str(caught.value)
+    assert "two 1.0: not supported: does not offer win" in str(caught.value)
     assert not isinstance(caught.value, BackendUnavailable)
 
 
@@ -234,7 +234,7 @@ def test_explain_lists_chosen_and_refused_backends(toy):
     assert lines[0].startswith("B=any S=any Hq=4")
     assert "win: first 1.0 (asked for)" in lines
     assert "cmp: first 1.0 (auto)" in lines
-    assert "  tired 1.0: refused: too\\x1b[2J tired (sleep)" in lines
+    assert "  tired 1.0: not supported: too\\x1b[2J tired (sleep)" in lines
     assert str(plan).splitlines() == [line for line in lines if not line.startswith("  ")]
     assert len(str(plan).splitlines()) == 1 + len(SLOTS)
 

@@ -14,6 +14,7 @@ import torch
 
 from nsa_core.contract import SLOTS, Reason
 from nsa_core.errors import BackendUnavailable, InvalidInput, Unsupported
+from nsa_core.plan.candidates import details
 from nsa_core.plan.plan import resolve
 from nsa_core.plan.registry import Registry, default_registry
 from planning import CONFIG, backends, registry_of, spec
@@ -28,6 +29,7 @@ R, OF_LIST = Reason("x", "refuses"), "of its probe's list is"
         (lambda r: Reason("x", "alone"), "probe_nonsense", "returned Reason, not a list of R"),
         (lambda r: ["text"], "probe_nonsense", f"item 0 {OF_LIST} str, not a Reason"),
         (lambda r: [R, Reason("x", 3)], "probe_nonsense", f"item 1 {OF_LIST} Reason, not a Reason"),
+        (lambda r: [Reason("x", "")], "probe_nonsense", "not a Reason with code and message"),
         (lambda r: {}["x"], "probe_raised", "KeyError: 'x'"),
         (lambda r: sys.exit(3), "probe_raised", "SystemExit: 3"),
         (lambda r: (_ for _ in ()).throw(TimeoutError("mine")), "probe_raised", "Error: mine"),
@@ -40,6 +42,14 @@ def test_row_57_faulty_probe_is_a_reason_against_its_backend(toy, probe, code, m
     (candidate,) = (c for c in plan.choices["win"].candidates if c.backend == "bad")
     assert candidate.reasons[0].code == code
     assert message in candidate.reasons[0].message
+
+
+@pytest.mark.parametrize("result", [None, "one line"])
+def test_a_detail_function_that_returns_no_list_is_described(toy, result):
+    toy.lines = lambda: result
+    (entry,) = registry_of(spec("bad", detail="planned:lines")).entries
+    kind = type(result).__name__
+    assert details(entry) == [f"its detail function returned {kind}, not a list of texts"]
 
 
 def test_probe_that_cannot_be_imported_is_a_reason(toy):

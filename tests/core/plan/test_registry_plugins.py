@@ -121,7 +121,7 @@ def test_row_57_a_plugin_in_a_child_is_planned_without_its_kernels_here(isolated
     assert plan.choices["combine"].backend == "toy-good"
     with pytest.raises(NSAError, match="'toy-good', slot 'combine': it runs in a child process"):
         plan.combine(torch.rand(1, 3, 4, 3))
-    with pytest.raises(BackendUnavailable, match=r"no-kernel 1\.2: refused: its kernel does not"):
+    with pytest.raises(BackendUnavailable, match=r"no-kernel 1\.2: not supported: its kernel does"):
         resolve(CONFIG, backends={"combine": "toy-no-kernel"}, registry=isolated)
     assert {name for name in sys.modules if name.startswith("toy_")} == imported
 
@@ -141,7 +141,7 @@ def test_row_57_raising_probe_is_a_reason_of_its_slot(discovered):
 def test_row_57_kernel_that_cannot_be_imported_is_a_reason(discovered):
     registry = discovered
     with pytest.raises(
-        BackendUnavailable, match=r"toy-no-kernel 1\.2: refused: its kernel does not load"
+        BackendUnavailable, match=r"toy-no-kernel 1\.2: not supported: its kernel does not load"
     ):
         resolve(CONFIG, backends={"combine": "toy-no-kernel"}, registry=registry)
     preferred = dataclasses.replace(

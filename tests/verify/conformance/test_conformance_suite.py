@@ -278,12 +278,26 @@ def test_verify_jobs_run_in_every_accepted_dtype(make_suite, name, refused, expe
         assert " ".join(dtypes) == expected
 
 
-def test_unknown_backend_fails() -> None:
-    conformance = BackendConformance()
-    conformance._device = "cpu"
-    conformance.backend = "nonesuch"
-    with pytest.raises(pytest.fail.Exception, match="unknown backend 'nonesuch'"):
-        conformance.test_backend_loads()
+@pytest.mark.parametrize(
+    ("backend", "device", "message"),
+    [
+        ("nonesuch", "cpu", "unknown backend 'nonesuch' .*; install the distribution"),
+        (3, "cpu", "set the class attribute backend"),
+        ("sdpa", "cuda", "--nsa-device: device 'cuda' cannot be used"),
+        ("sdpa", "tpu", "--nsa-device: device 'tpu' is not one that torch knows"),
+    ],
+)
+def test_a_wrong_name_or_device_is_one_error_of_collection(
+    backend: object, device: str, message: str, monkeypatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    conformance = type("Suite", (BackendConformance,), {"backend": backend})()
+    option = types.SimpleNamespace(nsa_device=device)
+    metafunc = types.SimpleNamespace(
+        cls=type(conformance), fixturenames=["job"], config=types.SimpleNamespace(option=option)
+    )
+    with pytest.raises(pytest.UsageError, match=message):
+        conformance.pytest_generate_tests(metafunc)
 
 
 def test_grid_covers_lengths_and_dtypes() -> None:

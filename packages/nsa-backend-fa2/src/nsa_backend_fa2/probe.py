@@ -49,7 +49,7 @@ def _device_reasons(request: Request) -> list[Reason]:
         )
     elif capability < OLDEST_GPU:
         message = f"needs {_sm(OLDEST_GPU)}, this GPU is {_sm(capability)}"
-        reasons.append(Reason("sm_too_old", message, "use sdpa or triton"))
+        reasons.append(Reason("sm_too_old", message, "use sdpa"))
     elif capability > NEWEST_GPU:
         message = f"supports GPUs up to {_sm(NEWEST_GPU)}, this GPU is {_sm(capability)}"
         reasons.append(Reason("sm_too_new", message, "use sdpa or triton"))

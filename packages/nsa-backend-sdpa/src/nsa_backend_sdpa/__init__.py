@@ -1,1 +1,1 @@
-"""Native Sparse Attention in plain PyTorch: all slots, forward and backward, on CPU and any GPU."""
+"""Native Sparse Attention in plain PyTorch: all slots, both directions, on CPU and CUDA GPUs."""

@@ -39,5 +39,5 @@ def nsa_register_backends() -> BackendSpec:
         probe=f"{_PACKAGE}.probe:probe",
         priority=0,
         rank=f"{_PACKAGE}.probe:rank",
-        summary="plain PyTorch, CPU and any GPU",
+        summary="plain PyTorch, CPU and CUDA GPUs",
     )

@@ -450,7 +450,7 @@ class BackendSpec:
         fused_workspace: name of a form in ``fused`` to a function Request -> int, the peak bytes
             that the form allocates beyond its inputs; a form without an entry states none. The
             fused backward counts ``outputs`` until it frees them.
-        detail: a function () -> lines of text about this machine, for `nsa backends show`.
+        detail: a function () -> list of lines about this machine, for `nsa backends show`.
         judge_context: a function of a torch device type that returns the context manager in which
             nsa_verify judges this backend, or None if it needs none. It serves kernels that run in
             an emulator; verification then uses tiny cases.

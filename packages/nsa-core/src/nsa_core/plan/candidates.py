@@ -56,7 +56,7 @@ class Candidate:
         if self.accepted:
             return f"{title}: accepted"
         reasons = "; ".join(one_line(reason) for reason in self.reasons)
-        return f"{title}: {'refused' if self.status == 'ready' else self.status}: {reasons}"
+        return f"{title}: {'not supported' if self.status == 'ready' else self.status}: {reasons}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

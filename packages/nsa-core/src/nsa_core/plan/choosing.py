@@ -22,9 +22,7 @@ from nsa_core.util.text import describe_error, one_line
 
 _log = logging.getLogger("nsa")
 _logged: set[tuple[str, ...]] = set()
-_NO_BACKEND = (
-    "no backend can be used; pip install nsa-backend-sdpa (runs on the CPU and on any GPU)"
-)
+_NO_BACKEND = "no backend can be used; pip install nsa-backend-sdpa (runs on the CPU and CUDA GPUs)"
 
 
 @dataclasses.dataclass(frozen=True)

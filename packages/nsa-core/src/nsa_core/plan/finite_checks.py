@@ -42,8 +42,9 @@ class CheckedKernel:
             finite_inputs = (
                 " (its inputs are finite)" if all(torch.isfinite(t).all() for t in tensors) else ""
             )
+            layer = "" if self.layer is None else f"layer {self.layer}, "
             raise NSAError(
-                f"layer {self.layer}, branch {self.kernel.slot!r}, backend {self.kernel.backend!r}:"
+                f"{layer}branch {self.kernel.slot!r}, backend {self.kernel.backend!r}:"
                 f" {len(positions)} values of the output {list(o.shape)} are not finite, the first"
                 f" at index {positions[0].tolist()}{finite_inputs}"
             )

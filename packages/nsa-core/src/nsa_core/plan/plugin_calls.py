@@ -91,7 +91,7 @@ def call_probe(name: str, guarded: bool, path: str, request: Request) -> tuple[R
     for index, reason in enumerate(result):
         if not is_reason(reason):
             kind = type(reason).__name__
-            text = f"item {index} of its probe's list is {kind}, not a Reason with texts"
+            text = f"item {index} of its probe's list is {kind}, not a Reason with code and message"
             raise PluginFault(text, "nonsense")
     return tuple(result)
 
@@ -108,7 +108,11 @@ def call_rank(name: str, guarded: bool, path: str, request: Request) -> Rank:
 
 def call_detail(name: str, guarded: bool, path: str) -> list[str]:
     """Return the lines of a detail function."""
-    return [str(text) for text in _call(name, guarded, "detail function", path)]
+    lines = _call(name, guarded, "detail function", path)
+    if not isinstance(lines, (list, tuple)):
+        text = f"its detail function returned {type(lines).__name__}, not a list of texts"
+        raise PluginFault(text, "nonsense")
+    return [str(line) for line in lines]
 
 
 def import_kernel(name: str, guarded: bool, *paths: str) -> None:

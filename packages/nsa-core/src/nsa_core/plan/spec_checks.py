@@ -30,8 +30,10 @@ def is_version(value: object) -> bool:
 
 
 def is_reason(value: object) -> bool:
-    """Return whether ``value`` is a Reason whose fields are all strings."""
-    return isinstance(value, Reason) and _are_strings((value.code, value.message, value.hint))
+    """Return whether ``value`` is a Reason of strings with a code and a message."""
+    if not isinstance(value, Reason) or not _are_strings((value.code, value.message, value.hint)):
+        return False
+    return bool(value.code and value.message)
 
 
 def _is_function(value: object) -> bool:
@@ -75,7 +77,7 @@ FIELDS: Mapping[type, Mapping[str, Check]] = {
     },
     Unavailable: {
         "name": NAME,
-        "reason": Check(is_reason, "a Reason whose fields are strings"),
+        "reason": Check(is_reason, "a Reason of strings with a code and a message"),
     },
 }
 # The mappings of a BackendSpec: their keys, and their values.

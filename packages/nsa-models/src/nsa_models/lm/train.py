@@ -190,9 +190,9 @@ class _Run:
         loss, stopping, norm = result.read()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NotFinite(
-                f"step {result.step}: the loss is {loss:g} and the gradient norm is {norm:g};"
-                " the last save is unchanged. Try a lower learning rate or a longer warm-up;"
-                " NSAttention(check=True) finds the layer"
+                f"step {result.step}: the loss is {loss:g} and the gradient norm is {norm:g}."
+                " Try a lower learning rate or a longer warm-up; NSAttention(check=True) finds"
+                " the layer"
             )
         recipe, data = self.trainer.recipe, self.trainer.data
         per_step = recipe.batch * data.rows.length

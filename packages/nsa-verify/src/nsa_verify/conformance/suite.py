@@ -14,9 +14,10 @@ import torch
 
 from nsa_core.contract import SLOTS
 from nsa_core.dtypes import dtype_name
-from nsa_core.errors import InvalidInput
+from nsa_core.errors import BackendUnavailable, InvalidInput
 from nsa_core.plan.candidates import probe_candidate
 from nsa_core.plan.loading import BackendEntry
+from nsa_core.plan.options import usable_device
 from nsa_core.plan.registry import Registry, default_registry
 from nsa_verify.conformance.grid import Point, grid, step_grid
 from nsa_verify.conformance.kernel_checks import KernelChecks
@@ -79,12 +80,12 @@ class BackendConformance:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrize the tests over slots, points of the grid and verify jobs."""
-        if not self.backend:
+        if not isinstance(self.backend, str) or not self.backend:
             raise pytest.UsageError(
                 f"{metafunc.cls} has no backend: set the class attribute backend = 'name'"
             )
         entry = _find(self.backend, self.registry)
-        offered = [slot for slot in SLOTS if entry and entry.spec and slot in entry.spec.slots]
+        offered = [slot for slot in SLOTS if entry.spec and slot in entry.spec.slots]
         if "job" in metafunc.fixturenames:
             option = metafunc.config.option
             dtypes = _accepted_dtypes(entry, offered, _device(option))
@@ -94,7 +95,7 @@ class BackendConformance:
             todo = [job for job in todo if job.name != PARTIAL_CHECK]  # they have their own test
             labels = [f"{job.name}-{job.case.name}-{dtype_name(job.dtype)}" for job in todo]
             metafunc.parametrize("job", todo, ids=labels)
-        forms = [s for s in offered if entry and entry.spec and entry.spec.slots[s].decode]
+        forms = [s for s in offered if entry.spec and entry.spec.slots[s].decode]
         for fixture, values in (
             ("slot", offered or ["no slot"]),
             ("form", forms or ["no decode form"]),
@@ -110,7 +111,7 @@ class BackendConformance:
     def _set_up(self, pytestconfig: pytest.Config) -> Iterator[None]:
         self._device = _device(pytestconfig.option)
         entry = _find(self.backend, self.registry)
-        context = (entry and context_of(entry, self._device)) or contextlib.nullcontext()
+        context = context_of(entry, self._device) or contextlib.nullcontext()
         with context, _one_thread(), guarded_calls():
             yield
 
@@ -197,11 +198,7 @@ class BackendConformance:
             pytest.skip("; ".join(sorted(reasons)))
 
     def _entry(self) -> BackendEntry:
-        registry = default_registry() if self.registry is None else self.registry
-        try:
-            entry = registry.get(self.backend)
-        except InvalidInput as error:
-            pytest.fail(f"{error}; install the distribution of the backend", pytrace=False)
+        entry = _find(self.backend, self.registry)
         if entry.status == "ready":
             return entry
         text = f"{entry.title} is {entry.status}: {entry.reason}"
@@ -221,27 +218,28 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _find(name: str, registry: Registry | None) -> BackendEntry | None:
+def _find(name: str, registry: Registry | None) -> BackendEntry:
     try:
         return (default_registry() if registry is None else registry).get(name)
-    except InvalidInput:
-        return None  # test_backend_loads fails with the reason
+    except InvalidInput as error:
+        raise pytest.UsageError(f"{error}; install the distribution of the backend") from None
 
 
 def _device(option: Any) -> str:
     device: str = getattr(option, "nsa_device", "auto")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return str(usable_device(device))
+    except (InvalidInput, BackendUnavailable) as error:
+        raise pytest.UsageError(f"--nsa-device: {error}") from None
 
 
-def _accepted_dtypes(
-    entry: BackendEntry | None, offered: list[str], device: str
-) -> list[torch.dtype]:
+def _accepted_dtypes(entry: BackendEntry, offered: list[str], device: str) -> list[torch.dtype]:
     """Return the dtypes of the verify jobs: those in which the probe accepts a request.
 
     If it accepts none, the result is every dtype: each job is skipped with the reasons.
     """
-    if entry is None:
-        return list(_DTYPES)
     subjects = [SlotUnderTest(entry, slot, device) for slot in offered]
     accepted = [d for d in _DTYPES if any(_accepts(s, dtype_name(d)) for s in subjects)]
     return accepted or list(_DTYPES)
