@@ -42,7 +42,11 @@ def _sm(capability: tuple[int, int]) -> str:
 def _device_reasons(request: Request) -> list[Reason]:
     reasons, capability = [], request.capability
     if request.device != "cuda":
-        reasons.append(Reason("device", f"needs cuda, got {request.device}", "use sdpa instead"))
+        reasons.append(
+            Reason(
+                "device", f"needs cuda, got {request.device}", "use a CUDA GPU, or sdpa on the CPU"
+            )
+        )
     elif capability is None:
         reasons.append(
             Reason("no_gpu", "no CUDA GPU is visible", "check nvidia-smi and CUDA_VISIBLE_DEVICES")

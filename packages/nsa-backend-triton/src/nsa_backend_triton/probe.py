@@ -95,7 +95,11 @@ def _version_reason(version: str) -> Reason | None:
 def _device(request: Request) -> tuple[int | None, list[Reason]]:
     """Return the architecture whose table serves the request, if any, and reasons against it."""
     if request.device != "cuda":
-        return None, [Reason("device", f"needs cuda, got {request.device}", "use sdpa instead")]
+        return None, [
+            Reason(
+                "device", f"needs cuda, got {request.device}", "use a CUDA GPU, or sdpa on the CPU"
+            )
+        ]
     import torch
 
     if torch.version.hip is not None:
