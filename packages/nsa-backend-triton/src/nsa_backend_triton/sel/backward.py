@@ -195,8 +195,8 @@ def block_gradients(
             CHUNK_PAIRS, the pairs of an ordered program at most; PROGRAMS_PER_SM, the programs
             that each multiprocessor should get.
         memo: that of ``problem``.
-        ordered: whether to add dk and dv in a fixed order; the result has no dq then. Otherwise
-            all three are added to one buffer of fp32 zeros.
+        ordered: whether to add dk and dv in a fixed order, and to return None as dq. Otherwise all
+            three are added to one buffer of fp32 zeros.
         dq: that of :func:`gradients`.
     """
     q, k, v, adds = problem.q, problem.k, problem.v, dq is not None

@@ -456,7 +456,7 @@ def sel_add_chunks(
 def _store_rounded(OUT, index, x, numel, BLOCK_SIZE: tl.constexpr, ADDS: tl.constexpr):
     """Store x [BLOCK_SIZE] at OUT + index * BLOCK_SIZE, up to the ``numel`` elements of OUT.
 
-    ADDS: add the elements of OUT before.
+    With ADDS, add them to what OUT holds.
     """
     offs = index * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     # A masked access whose end is not known to be even would go element by element.
@@ -478,7 +478,7 @@ def sel_round(
 ):  # fmt: skip
     """Round the fp32 sums once: DQ = scale times its sums, DK and DV = theirs.
 
-    ADDS: DQ holds another gradient, which is added in fp32.
+    With ADDS, DQ holds another gradient of q, to which its sums are added in fp32.
 
     SUMS holds the three one after the other, each padded to a multiple of BLOCK_SIZE. A program
     owns BLOCK_SIZE elements of one of them: 4 bytes read and one element written per element, 16

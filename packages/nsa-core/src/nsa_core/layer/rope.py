@@ -75,9 +75,8 @@ def table_for(
     if token_table is not None and not is_eager() and not is_exporting():
         return RopeTable(*(angles[::step].narrow(0, 0, rows) for angles in token_table))
     arguments = (rows, step, dim, frequencies, stats_dtype(x.dtype), x.device)
-    if not is_eager() or rows > MAX_CACHED_ROWS or type(x) is not torch.Tensor:
-        return _new_table(*arguments)
-    if is_capturing(x.device):  # a graph owns its memory
+    cached = is_eager() and rows <= MAX_CACHED_ROWS and type(x) is torch.Tensor
+    if not cached or is_capturing(x.device):  # a graph owns its memory
         return _new_table(*arguments)
     stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
     return _cached_table(*arguments, stream)
