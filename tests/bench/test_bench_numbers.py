@@ -140,6 +140,30 @@ def test_measured_peak_rates_are_plausible():
     assert torch.equal(torch.get_rng_state(), state)  # a resumed run measures them once more
 
 
+@pytest.mark.parametrize("fastest", ["copy_", "addcmul", "mv", "sum"])
+def test_the_peak_rate_of_memory_is_that_of_the_fastest_call(monkeypatch, fastest):
+    """No call may exceed it, such as one that only reads."""
+    now = 0.0
+
+    def slower(name):
+        def call(*_, **__):
+            nonlocal now
+            now += 1.0 if name == fastest else 2.0
+
+        return call
+
+    for owner, name in (
+        (torch.Tensor, "copy_"),
+        (torch, "addcmul"),
+        (torch, "mv"),
+        (torch.Tensor, "sum"),
+        (torch, "mm"),
+    ):
+        monkeypatch.setattr(owner, name, slower(name))
+    monkeypatch.setattr(roofline.time, "perf_counter", lambda: now)
+    assert measure_peaks("cpu", torch.float32).bytes_per_s == 2**27
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts page faults on Linux")
 def test_the_first_cell_has_no_repeated_page_faults():

@@ -6,11 +6,12 @@ from typing import Any
 
 from nsa_bench.render.format import number
 from nsa_bench.render.panel import KEY_ROOM, Panel, names_width, set_names
-from nsa_bench.render.style import FAINT, INK, SOLID, Look, set_log_ticks
+from nsa_bench.render.style import FAINT, INK, SOLID, Look, log_ticks, set_ticks
 from nsa_bench.render.words import cell_words, label
 from nsa_bench.result import EAGER, Measurement
 
 _ROW = 0.27  # inches
+_LABEL_ROOM = 16  # characters of the labels of times, beside each other
 
 # The name of a row, its measurement and the same subject timed eagerly; a heading has neither.
 Row = tuple[str, "Measurement | None", "Measurement | None"]
@@ -131,5 +132,7 @@ def _time_scale(axes: Any, low: float, high: float) -> None:
     low, high = low / 1.35, high * 1.35
     axes.set(xscale="log")
     axes.set_xlim(low, high)
-    set_log_ticks(axes.xaxis, low, high)
+    ticks = log_ticks(low, high)
+    is_wide = sum(len(f"{tick:g}") for tick in ticks) > _LABEL_ROOM
+    set_ticks(axes.xaxis, ticks[:: 1 + is_wide])
     axes.xaxis.set_minor_locator(NullLocator())

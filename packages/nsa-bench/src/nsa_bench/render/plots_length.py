@@ -16,7 +16,8 @@ from nsa_bench.render.style import (
     EndLabel,
     Look,
     label_ends,
-    set_log_ticks,
+    log_ticks,
+    set_ticks,
     text_width,
 )
 from nsa_bench.render.words import crossover_words, label, phase_words, tokens
@@ -178,7 +179,7 @@ def _set_scales(axes: Any, measurements: list[Measurement], rows: int) -> None:
     ticks = lengths[::-1][::step][::-1]  # the longest length has a label
     axes.set_xticks(ticks, [tokens(n) for n in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
-    set_log_ticks(axes.yaxis, low, high)
+    set_ticks(axes.yaxis, log_ticks(low, high))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid()
 

@@ -115,8 +115,8 @@ def limits_panel(measurements: list[Measurement], result: Result, looks: dict[st
         set_names(axes, names, 8)
         set_shares(axes, 1.12 * max([1.0, *(share for _, share, _ in bars)]))
         axes.set_xlabel(
-            f"time at the measured peak rates ({peaks.flops_per_s / 1e12:.0f} TFLOP/s,"
-            f" {peaks.bytes_per_s / 1e9:.0f} GB/s)\n/ measured time",
+            f"time at the measured peak rates\n({peaks.flops_per_s / 1e12:.0f} TFLOP/s,"
+            f" {peaks.bytes_per_s / 1e9:.0f} GB/s) / measured time",
             fontsize=8.5,
         )
 

@@ -255,11 +255,11 @@ def log_ticks(low: float, high: float) -> list[float]:
     return ticks
 
 
-def set_log_ticks(axis: Any, low: float, high: float) -> None:
-    """Set the ticks of a log axis from ``low`` to ``high``, with plain numbers."""
+def set_ticks(axis: Any, ticks: Sequence[float]) -> None:
+    """Set the ticks of a log axis, with plain numbers."""
     from matplotlib.ticker import FixedLocator, FuncFormatter
 
-    axis.set_major_locator(FixedLocator(log_ticks(low, high)))
+    axis.set_major_locator(FixedLocator(ticks))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 

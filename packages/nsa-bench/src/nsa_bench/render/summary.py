@@ -89,8 +89,6 @@ def _notes(result: Result) -> Iterator[str]:
     )
     if any(m.phase != "decode" for m in result.measurements):
         floor += " bound: the longer one."
-    if any((m.floor_fraction or 0.0) > 1.0 for m in result.measurements):
-        floor += " Above 100, a call moves bytes faster than the copy that measured the rate."
     yield floor
     if any(m.performance and m.performance.eager for m in result.measurements):
         yield (
