@@ -198,14 +198,14 @@ def test_forward_only_plan_is_used_if_no_gradient_is_needed(planned, monkeypatch
 
 
 def test_long_sequences_have_their_own_plan(planned, monkeypatch):
-    monkeypatch.setattr(nsa_core.plan.default_plan, "LONG_SEQUENCE", 20)
+    monkeypatch.setattr(nsa_core.plan.default_plan, "PLANNED_LENGTHS", (20, 30))
     layer = nsa_core.NSAttention(CONFIG).double()
-    for length in (12, 19, 20, 40):
+    for length in (12, 30, 19, 20, 29, 40):
         nsa_attention(*inputs(CONFIG, 1, length), config=CONFIG)
         layer(torch.zeros(1, length, CONFIG.dim, dtype=torch.float64))
-    assert [a["seq_len"] for a in planned] == [None, 20]
+    assert [a["seq_len"] for a in planned] == [None, 30, 20]
     assert layer.plan is nsa_core.plan.default_plan.default_plan(
-        CONFIG, torch.device("cpu"), torch.float64, False, True, None, True
+        CONFIG, torch.device("cpu"), torch.float64, False, True, None, 30
     )
     nsa_attention(*inputs(CONFIG, 40), config=CONFIG, cu_seqlens=boundaries(40))
     assert planned[-1]["seq_len"] is None

@@ -8,14 +8,14 @@ from torch.export import Dim, export
 
 from cases import boundaries, inputs, layer_of, small
 from nsa_core import Unsupported, nsa_attention
-from nsa_core.contract import LONG_SEQUENCE
+from nsa_core.contract import PLANNED_LENGTHS
 from nsa_core.plan import default_plan
 
 CONFIG = small()
 # Two compressed tokens, borders of selection blocks and strides, and lengths between them.
 LENGTHS = (12, 13, 15, 16, 17, 24, 41, 64, 100)
 # The range crosses the length from which calls use another plan.
-DYNAMIC = {0: Dim("B", min=1, max=16), 1: Dim("S", min=12, max=2 * LONG_SEQUENCE)}
+DYNAMIC = {0: Dim("B", min=1, max=16), 1: Dim("S", min=12, max=2 * PLANNED_LENGTHS[-1])}
 SLOW = pytest.mark.slow
 
 

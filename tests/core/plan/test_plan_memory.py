@@ -39,7 +39,7 @@ def _layer_plan(number: int) -> object:
 
 def _block_plan(number: int) -> object:
     sizes = block_plans.BlockSizes(4, 2, 8, 8, 16, 1 + number, None)
-    options = (Q.device, Q.dtype, False, False, True, None, False)
+    options = (Q.device, Q.dtype, False, False, True, None, None)
     return block_plans.default_block_plan(sizes, *options)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nsa_core.contract import LONG_SEQUENCE, Reason, Request
+from nsa_core.contract import Reason, Request
 
 # Longest sequence in fp64 on CUDA, where fp64 serves as a reference only. On consumer GPUs, which
 # run fp64 at 1/64 of the fp32 rate, this length takes a few seconds.
@@ -14,7 +14,7 @@ FP64_CUDA_MAX_SEQ_LEN = 16384
 # of at least CUDNN_WIDE elements over long sequences. In bf16 training it would keep a backend that
 # serves all slots from computing their backward as one, which takes less than half the memory.
 CUDNN_RANK, CUDNN_LONG_RANK = 25, 40
-CUDNN_WIDE = 128
+CUDNN_WIDE, CUDNN_LONG = 128, 49152  # columns of a head, tokens
 
 
 def probe(request: Request) -> Sequence[Reason]:
@@ -70,6 +70,6 @@ def rank(request: Request) -> int:
     )
     if not on_cudnn:
         return 0
-    wide_and_long = request.head_dim >= CUDNN_WIDE and (tokens or 0) >= LONG_SEQUENCE
+    wide_and_long = request.head_dim >= CUDNN_WIDE and (tokens or 0) >= CUDNN_LONG
     one_backward = request.needs_grad and request.dtype == "bfloat16"
     return CUDNN_LONG_RANK if wide_and_long and not one_backward else CUDNN_RANK

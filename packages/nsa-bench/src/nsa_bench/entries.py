@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from nsa_bench.result import Measurement, Part
+from nsa_bench.result import Measurement, Part, backends_at
 from nsa_bench.roofline import Cost, Peaks
 from nsa_bench.timing import Outcome
 from nsa_core.plan.plan import Plan
@@ -54,12 +54,23 @@ def add_dense_ratios(measurements: Sequence[Measurement]) -> list[Measurement]:
     ]
 
 
-def record_backends(combos: dict[str, dict[str, str]], name: str, plan: Plan, where: str) -> None:
+def record_backends(
+    combos: dict[str, dict[str, str]], name: str, plan: Plan, where: str, length: int | None = None
+) -> None:
     """Record the backends of a plan under ``name``.
 
     If other backends are already recorded under that name, use "name, where" as the key.
+
+    Args:
+        combos: The records; this adds to them.
+        name: Name of the combination.
+        plan: Its plan.
+        where: The problem.
+        length: The number of tokens from which on the plan is used; None for all. Call this in
+            ascending order of lengths.
     """
     backends = {slot: f"{choice.backend} {choice.version}" for slot, choice in plan.choices.items()}
     backends |= {form: f"{kernel.backend}, fused" for form, kernel in plan.fused.items()}
-    if combos.setdefault(name, backends) != backends:
-        combos[f"{name}, {where}"] = backends
+    first, key = combos.setdefault(name, backends), f"{name}, {where}"
+    if (backends_at(combos, key, length or 0) or first) != backends:
+        combos[key + f" from {length} tokens on" * bool(length)] = backends

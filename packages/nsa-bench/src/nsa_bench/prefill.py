@@ -25,9 +25,8 @@ from nsa_bench.settings import Settings
 from nsa_bench.slow_calls import SlowCalls
 from nsa_bench.subjects import Subjects, judge_combo
 from nsa_bench.timing import Outcome, measure
-from nsa_core.contract import LONG_SEQUENCE
 from nsa_core.errors import InvalidInput
-from nsa_core.plan.default_plan import is_long
+from nsa_core.plan.default_plan import planned_length
 from nsa_core.plan.options import PlanOptions
 from nsa_core.plan.plan import Plan
 from nsa_core.plan.registry import Registry
@@ -92,22 +91,21 @@ class PrefillBench(Bench):
         combos = list(s.combos) or ready_combinations(self.registry, config, options)
         case = gate_case(config, s.device, s.seed)
         judged = []
-        for long, combo in itertools.product(
-            sorted({is_long(length, False) for length in s.lengths}), combos
-        ):
+        lengths = dict.fromkeys(planned_length(length, False) for length in sorted(s.lengths))
+        for seq_len, combo in itertools.product(lengths, combos):
             if self._stop.received:
                 return
             plan, gate_plan = (
-                self._subjects.plan(each, dtype, combo, long) for each in (config, case.config)
+                self._subjects.plan(each, dtype, combo, seq_len) for each in (config, case.config)
             )
-            self._subjects.add(combo, problem.shape, problem.dtype, long, plan)
-            where = f"{problem.shape} {problem.dtype}" + f" from {LONG_SEQUENCE} tokens on" * long
-            entries.record_backends(self._combos, combo.name, plan, where)
+            self._subjects.add(combo, problem.shape, problem.dtype, seq_len, plan)
+            where = f"{problem.shape} {problem.dtype}"
+            entries.record_backends(self._combos, combo.name, plan, where, seq_len)
             backends = {slot: choice.backend for slot, choice in gate_plan.choices.items()}
             if (combo, backends) not in judged:
                 judged.append((combo, backends))
                 registry = isolation.only_of(self.registry, gate_plan)
-                judge = functools.partial(judge_combo, s, registry, combo, case, dtype, long)
+                judge = functools.partial(judge_combo, s, registry, combo, case, dtype, seq_len)
                 self.judge(combo.name, problem, gate_plan, case.name, judge)
 
     def plans_of(self, cell: Cell) -> dict[str, Plan]:

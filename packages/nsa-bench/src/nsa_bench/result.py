@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from nsa_bench.roofline import PARTS, Peaks
 from nsa_bench.timing import FAILED, Performance
-from nsa_core.contract import LONG_SEQUENCE
 from nsa_core.errors import InvalidInput
 from nsa_core.limits import COUNT, shown
 from nsa_core.util.interruption import Interruption
@@ -228,10 +228,8 @@ class Result:
 
     def _backends(self, m: Measurement) -> dict[str, str]:
         """Return the backends of a combination, as :attr:`combos` has them for its problem."""
-        where = f"{m.subject}, {m.shape} {m.dtype}"
-        if m.length >= LONG_SEQUENCE:
-            where += f" from {LONG_SEQUENCE} tokens on"
-        return self.combos.get(where) or self.combos.get(m.subject, {})
+        key = f"{m.subject}, {m.shape} {m.dtype}"
+        return backends_at(self.combos, key, m.length) or self.combos.get(m.subject, {})
 
     def to_json(self) -> str:
         """Return the text of the result file, with one entry of a list per line.
@@ -246,6 +244,17 @@ class Result:
             else:
                 fields.append(f'"{name}": {json.dumps(value, allow_nan=False)}')
         return "{\n " + ",\n ".join(fields) + "\n}\n"
+
+
+def backends_at(combos: Mapping[str, dict[str, str]], key: str, length: int) -> dict[str, str]:
+    """Return the backends under ``key``, or under the last "key from N tokens on" up to a length.
+
+    Empty if there is neither.
+    """
+    longer = re.compile(re.escape(key) + r" from (\d+) tokens on")
+    keys = {int(found[1]): name for name in combos if (found := longer.fullmatch(name))}
+    reached = max((first for first in keys if first <= length), default=0)
+    return combos.get(keys.get(reached, key), {})
 
 
 def _ratios(m: Measurement) -> dict[str, float]:

@@ -19,8 +19,7 @@ from nsa_bench.roofline import Cost, Peaks
 from nsa_bench.settings import Settings
 from nsa_bench.timing import Workload
 from nsa_core.config import NSAConfig
-from nsa_core.contract import LONG_SEQUENCE
-from nsa_core.plan.default_plan import is_long
+from nsa_core.plan.default_plan import planned_length
 from nsa_core.plan.options import PlanOptions
 from nsa_core.plan.plan import Plan, resolve
 from nsa_core.plan.registry import Registry
@@ -50,15 +49,17 @@ class Subjects:
         self.gradients = _needs_gradients(settings)
         self.models = load_models(settings.checkpoints, settings.shapes, settings.inputs)
         self.skipped: dict[str, str] = {}
-        # (shape, dtype, whether the sequence is long) -> combination -> plan
-        self._plans: dict[tuple[str, str, bool], dict[str, Plan]] = {}
+        # (shape, dtype, planned length) -> combination -> plan
+        self._plans: dict[tuple[str, str, int | None], dict[str, Plan]] = {}
         # (combination, shape, dtype) -> how the user named it
         self._combinations: dict[tuple[str, str, str], Combination] = {}
         self._dense: dict[str, list[Baseline]] = {}
 
-    def add(self, combo: Combination, shape: str, dtype: str, long: bool, plan: Plan) -> None:
+    def add(
+        self, combo: Combination, shape: str, dtype: str, seq_len: int | None, plan: Plan
+    ) -> None:
         """Add a combination with its plan."""
-        self._plans.setdefault((shape, dtype, long), {})[combo.name] = plan
+        self._plans.setdefault((shape, dtype, seq_len), {})[combo.name] = plan
         self._combinations[combo.name, shape, dtype] = combo
 
     def in_child(self, cell: Cell, combo: str, key: str) -> functools.partial[Workload]:
@@ -79,14 +80,17 @@ class Subjects:
             key,
         )
 
-    def plan(self, config: NSAConfig, dtype: torch.dtype, combo: Combination, long: bool) -> Plan:
+    def plan(
+        self, config: NSAConfig, dtype: torch.dtype, combo: Combination, seq_len: int | None
+    ) -> Plan:
         """Return the plan that a call with these backends would use."""
-        options = _options(self.settings, dtype, combo, long)
+        options = _options(self.settings, dtype, combo, seq_len)
         return resolve(config, options, registry=self._registry)
 
     def plans_of(self, cell: Cell) -> dict[str, Plan]:
         """Return the plan of each combination that was added for a cell."""
-        return self._plans.get((cell.shape, cell.dtype, is_long(cell.length, False)), {})
+        seq_len = planned_length(cell.length, False)
+        return self._plans.get((cell.shape, cell.dtype, seq_len), {})
 
     def baselines(self, cell: Cell) -> list[Baseline]:
         """Return the baselines that run here; the others go to ``skipped`` with their reasons."""
@@ -150,13 +154,15 @@ def _needs_gradients(settings: Settings) -> bool:
     return any(phase != "forward" for phase in settings.phases)
 
 
-def _options(settings: Settings, dtype: torch.dtype, combo: Combination, long: bool) -> PlanOptions:
+def _options(
+    settings: Settings, dtype: torch.dtype, combo: Combination, seq_len: int | None
+) -> PlanOptions:
     return PlanOptions(
         device=settings.device,
         dtype=dtype,
         backends=dict(combo.backends),
         needs_grad=_needs_gradients(settings),
-        seq_len=LONG_SEQUENCE if long else None,
+        seq_len=seq_len,
     )
 
 
@@ -174,8 +180,8 @@ def workload_in_child(
     """
     subjects, plans = Subjects(settings, registry), {}
     if combo is not None:
-        dtype, long = getattr(torch, cell.dtype), is_long(cell.length, False)
-        options = _options(settings, dtype, combo, long)
+        dtype, seq_len = getattr(torch, cell.dtype), planned_length(cell.length, False)
+        options = _options(settings, dtype, combo, seq_len)
         plans[combo.name] = resolve(cell.config, options, registry=registry)
     baselines = [] if combo else [b for b in subjects.baselines(cell) if b.name == key]
     return next(w for w in subjects.workloads(cell, plans, baselines) if w.key == key)
@@ -187,8 +193,8 @@ def judge_combo(
     combo: Combination,
     case: Case,
     dtype: torch.dtype,
-    long: bool,
+    seq_len: int | None,
 ) -> list[str]:
     """Plan and judge a combination, in this process or in a child."""
-    plan = resolve(case.config, _options(settings, dtype, combo, long), registry=registry)
+    plan = resolve(case.config, _options(settings, dtype, combo, seq_len), registry=registry)
     return judge_plan(plan, case, dtype, settings.device, _needs_gradients(settings))

@@ -138,9 +138,9 @@ PROJECT = "nsa"
 ENTRY_POINT_GROUP = "nsa.backends"
 SLOTS = ("cmp", "select", "sel", "win", "combine")
 BRANCHES = ("cmp", "sel", "win")
-# Calls without an explicit plan use one of two cached plans: one below this number of tokens, one
-# from it on.
-LONG_SEQUENCE = 49152
+# Calls without an explicit plan use a cached plan, made for the largest of these numbers of tokens
+# that their sequences reach. Shorter and packed sequences use a plan for an unknown number.
+PLANNED_LENGTHS = (32768, 49152, 65536)
 PHASES = ("prefill", "decode")
 FUSED_DECODE = ("step", "append", "gates", "compress")
 FUSED = (*FUSED_DECODE, "backward")

@@ -22,7 +22,7 @@ from nsa_core.block.plans import (
     split_blocks,
 )
 from nsa_core.limits import check_integers
-from nsa_core.plan.default_plan import as_constant, is_long
+from nsa_core.plan.default_plan import as_constant, planned_length
 from nsa_core.plan.options import PlanOptions
 
 
@@ -176,9 +176,9 @@ def block_attention_with_lse(
     varlen = cu_seqlens is not None
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if plan is None:
-        long = is_long(k.shape[1], varlen)
+        length = planned_length(k.shape[1], varlen)
         plan = default_block_plan(
-            sizes, q.device, q.dtype, varlen, partial, wants_grad, backends, long
+            sizes, q.device, q.dtype, varlen, partial, wants_grad, backends, length
         )
     else:
         check_plan(plan, sizes, q, varlen, partial, wants_grad)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from nsa_core.config import NSAConfig, is_finite
-from nsa_core.contract import LONG_SEQUENCE
 from nsa_core.errors import InvalidInput, NSAError, Unsupported
 from nsa_core.limits import integer_problems, shown
 from nsa_core.plan.default_plan import CACHED, ObjectCache, constant_result, frozen_backends
@@ -188,7 +187,7 @@ def default_block_plan(
     partial: bool,
     wants_grad: bool,
     backends: str | None,
-    long: bool,
+    seq_len: int | None,
 ) -> BlockPlan:
     """Return the cached plan of calls without an explicit plan.
 
@@ -198,7 +197,7 @@ def default_block_plan(
     Raises:
         Unsupported, BackendUnavailable, InvalidInput: As :func:`nsa_core.resolve`.
     """
-    frozen = (tuple(sizes), device, dtype, varlen, partial, wants_grad, backends, long)
+    frozen = (tuple(sizes), device, dtype, varlen, partial, wants_grad, backends, seq_len)
     if torch.compiler.is_compiling():
         plan: BlockPlan = getattr(_plans, _plan_name(*frozen))
         return plan
@@ -220,7 +219,7 @@ def _planned(
     partial: bool,
     wants_grad: bool,
     backends: str | None,
-    long: bool,
+    seq_len: int | None,
 ) -> Result:
     """Return ``look_up`` of the plan with a backward, or without one if none is needed."""
     device = torch.device("cpu") if device.type == "meta" else device
@@ -233,7 +232,7 @@ def _planned(
         deterministic=torch.are_deterministic_algorithms_enabled(),
         varlen=varlen,
         partial=partial,
-        seq_len=LONG_SEQUENCE if long else None,
+        seq_len=seq_len,
     )
     try:
         return look_up(sizes, options)

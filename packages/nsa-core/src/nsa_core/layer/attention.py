@@ -16,7 +16,7 @@ from nsa_core.layer.input_checks import check_inputs, check_plan
 from nsa_core.layer.phi.chunks import packed_blocks
 from nsa_core.layer.phi.kinds import mean_compress
 from nsa_core.layer.short_config import Numbers
-from nsa_core.plan.default_plan import default_plan, is_long
+from nsa_core.plan.default_plan import default_plan, planned_length
 from nsa_core.torch_ops.core_kernels import CoreInputs
 from nsa_core.torch_ops.core_node import CoreResults, run_core
 from nsa_core.torch_ops.packing_checks import checked_boundaries
@@ -135,8 +135,8 @@ def nsa_attention(
             range have no effect.
         plan: a plan of phase "prefill" from :func:`nsa_core.resolve`. By default, a plan is
             resolved once per config, device and dtype and cached. It includes the backward if some
-            backend supports it. Unpacked calls of ``contract.LONG_SEQUENCE`` tokens or more have
-            their own cached plan.
+            backend supports it. Unpacked calls of 32768 tokens or more have their own cached
+            plans (``contract.PLANNED_LENGTHS``).
         recompute: keep only the inputs and the blocks for the backward, which then runs the three
             branches again: a third of the memory, about a quarter more time, the same bits
             (docs/explanation/performance.md). Exported calls and torch.func transforms ignore it.
@@ -268,8 +268,8 @@ def _attend(
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()  # one copy for all slots and their backwards
     if plan is None:
-        long = is_long(q.shape[1], varlen)
-        plan = default_plan(config, q.device, q.dtype, varlen, needs_grad, None, long)
+        length = planned_length(q.shape[1], varlen)
+        plan = default_plan(config, q.device, q.dtype, varlen, needs_grad, None, length)
     else:
         check_plan(plan, config, q, varlen, needs_grad)
     if k_cmp is None or v_cmp is None:

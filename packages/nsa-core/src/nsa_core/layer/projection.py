@@ -32,8 +32,8 @@ from nsa_core.plan.default_plan import (
     check_is_plan,
     default_plan,
     frozen_backends,
-    is_long,
     partial_plan,
+    planned_length,
 )
 from nsa_core.plan.finite_checks import checked_plan
 from nsa_core.torch_ops.core_kernels import CoreInputs
@@ -128,7 +128,7 @@ class NSAProjections(nn.Module):
         self.phi_v = make_phi(config.compress, config.geometry, config.v_dim)
         self.gate = make_gate(config.gate, config.dim, config.n_heads)
         self.out = unit_linear(config.n_heads * config.v_dim, config.dim)
-        self._last: tuple[torch.device, torch.dtype, bool, bool] | None = None
+        self._last: tuple[torch.device, torch.dtype, bool, int | None] | None = None
 
     def reset_parameters(self) -> None:
         """Initialise all parameters as those of a new layer, for example after ``to_empty``."""
@@ -400,9 +400,9 @@ class NSAProjections(nn.Module):
         Before any call, it is the plan for the parameters' device and dtype.
         """
         weight = self.reference
-        device, dtype, varlen, long = self._last or (weight.device, weight.dtype, False, False)
+        device, dtype, varlen, length = self._last or (weight.device, weight.dtype, False, None)
         return default_plan(
-            self.config, device, dtype, varlen, self._needs_grad(), self.backends, long
+            self.config, device, dtype, varlen, self._needs_grad(), self.backends, length
         )
 
     def _needs_grad(self, *inputs: torch.Tensor) -> bool:
@@ -422,12 +422,12 @@ class NSAProjections(nn.Module):
             plan: an explicit plan.
         """
         if plan is None:
-            needs_grad, long = self._needs_grad(x), is_long(q.shape[1], varlen)
+            needs_grad, length = self._needs_grad(x), planned_length(q.shape[1], varlen)
             plan = default_plan(
-                self.config, q.device, q.dtype, varlen, needs_grad, self.backends, long
+                self.config, q.device, q.dtype, varlen, needs_grad, self.backends, length
             )
             if not torch.compiler.is_compiling():
-                self._last = (q.device, q.dtype, varlen, long)
+                self._last = (q.device, q.dtype, varlen, length)
         else:
             check_is_plan(plan)
         return checked_plan(plan, self.layer) if self.check else plan

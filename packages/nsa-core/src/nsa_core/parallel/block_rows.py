@@ -21,7 +21,7 @@ from nsa_core.parallel.agreement import agreed, names_of, values_of_packing
 from nsa_core.parallel.collectives import group_name
 from nsa_core.parallel.exchange_rows import Ranks, attend_gathered, rows_first
 from nsa_core.parallel.shards import Shards
-from nsa_core.plan.default_plan import is_long
+from nsa_core.plan.default_plan import planned_length
 from nsa_core.torch_ops.packing_checks import check_cu_seqlens, has_values
 from nsa_core.torch_ops.tensor_kinds import check_types
 
@@ -162,8 +162,8 @@ def _plan_of(
     if plan is not None:
         check_plan(plan, sizes, q, packed, True, wants_grad)
         return plan
-    long = is_long(shards.total, packed)
-    return default_block_plan(sizes, q.device, q.dtype, packed, True, wants_grad, backends, long)
+    seq_len = planned_length(shards.total, packed)
+    return default_block_plan(sizes, q.device, q.dtype, packed, True, wants_grad, backends, seq_len)
 
 
 def _compared_values(

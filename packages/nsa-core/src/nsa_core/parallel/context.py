@@ -23,7 +23,7 @@ from nsa_core.parallel.collectives import group_name
 from nsa_core.parallel.exchange_rows import RankCall, Ranks
 from nsa_core.parallel.layouts import check_layout, pieces_per_rank
 from nsa_core.parallel.shards import Shards
-from nsa_core.plan.default_plan import check_is_plan, default_plan, is_long
+from nsa_core.plan.default_plan import check_is_plan, default_plan, planned_length
 from nsa_core.plan.finite_checks import checked_plan
 from nsa_core.torch_ops.packing_checks import check_cu_seqlens, has_values
 
@@ -234,10 +234,10 @@ class DividedSequence:
         if plan is not None:
             self._check_plan(plan, q, packed, wants_grad)
         else:
-            long, partial = is_long(ranks.total, packed), self.mode == "sequence"
+            seq_len, partial = planned_length(ranks.total, packed), self.mode == "sequence"
             needs_grad = layer._needs_grad(x)
             plan = default_plan(
-                self.share, q.device, q.dtype, packed, needs_grad, layer.backends, long, partial
+                self.share, q.device, q.dtype, packed, needs_grad, layer.backends, seq_len, partial
             )
         plan = checked_plan(plan, layer.layer) if layer.check else plan
         return RankCall(plan, q, gates, raw, ks, vs)

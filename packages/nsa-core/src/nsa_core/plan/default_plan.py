@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from nsa_core.config import NSAConfig
-from nsa_core.contract import LONG_SEQUENCE
+from nsa_core.contract import PLANNED_LENGTHS
 from nsa_core.errors import BackendUnavailable, InvalidInput, Unsupported
 from nsa_core.plan.options import PlanOptions, backends_problems
 from nsa_core.plan.plan import Plan, resolve
@@ -56,14 +56,16 @@ def check_is_plan(plan: object) -> None:
         )
 
 
-def is_long(tokens: int, varlen: bool) -> bool:
-    """Return whether a call uses the plan for long sequences; packed documents never do."""
+def planned_length(tokens: int, varlen: bool) -> int | None:
+    """Return for how many tokens the plan of a call is made; see contract.PLANNED_LENGTHS."""
+    reaches: Callable[[bool], bool] = bool
     if is_exporting():  # an exported graph has one plan, without a guard on S
-        from torch.fx.experimental.symbolic_shapes import statically_known_true
+        from torch.fx.experimental.symbolic_shapes import statically_known_true as reaches
 
-        return not varlen and statically_known_true(tokens >= LONG_SEQUENCE)
-    # A conditional expression makes torch.compile guard on a symbolic S and return a constant.
-    return True if not varlen and tokens >= LONG_SEQUENCE else False  # noqa: SIM210
+    for length in () if varlen else PLANNED_LENGTHS[::-1]:
+        if reaches(tokens >= length):  # torch.compile guards on a symbolic S
+            return length
+    return None
 
 
 class ObjectCache(Generic[Value]):
@@ -97,7 +99,7 @@ def default_plan(
     varlen: bool,
     wants_grad: bool,
     backends: Backends = None,
-    long: bool = False,
+    seq_len: int | None = None,
     partial: bool = False,
 ) -> Plan:
     """Return the cached plan of calls without an explicit plan.
@@ -113,13 +115,13 @@ def default_plan(
         varlen: Whether the call has packed documents.
         wants_grad: Whether the call needs gradients.
         backends: Result of :func:`frozen_backends`.
-        long: Whether to plan for sequences of contract.LONG_SEQUENCE tokens; see :func:`is_long`.
+        seq_len: Result of :func:`planned_length`.
         partial: Whether queries may begin inside a sequence.
 
     Raises:
         Unsupported, BackendUnavailable, InvalidInput: As :func:`nsa_core.resolve`.
     """
-    arguments = (device, dtype, varlen, wants_grad, backends, long, partial)
+    arguments = (device, dtype, varlen, wants_grad, backends, seq_len, partial)
     if torch.compiler.is_compiling():
         plan: Plan = getattr(_plans, _plan_name(as_constant(config.values), *arguments))
         return plan
@@ -200,13 +202,13 @@ def _planned(
     varlen: bool,
     wants_grad: bool,
     backends: Backends,
-    long: bool,
+    seq_len: int | None,
     partial: bool,
 ) -> Result:
     """Return ``look_up`` of the plan with a backward, or without one if none is needed."""
     device = torch.device("cpu") if device.type == "meta" else device
     deterministic = torch.are_deterministic_algorithms_enabled()
-    arguments = (values, device, dtype, varlen, deterministic, backends, long, partial)
+    arguments = (values, device, dtype, varlen, deterministic, backends, seq_len, partial)
     try:
         return look_up(True, *arguments)
     except Unsupported:
@@ -223,7 +225,7 @@ def _resolve_default(
     varlen: bool,
     deterministic: bool,
     backends: Backends,
-    long: bool,
+    seq_len: int | None,
     partial: bool,
 ) -> Plan:
     options = PlanOptions(
@@ -234,7 +236,7 @@ def _resolve_default(
         deterministic=deterministic,
         varlen=varlen,
         partial=partial,
-        seq_len=LONG_SEQUENCE if long else None,
+        seq_len=seq_len,
     )
     return resolve(NSAConfig(*values), options)
 

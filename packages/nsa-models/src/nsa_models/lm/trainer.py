@@ -17,7 +17,7 @@ import torch
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.module import NSAttention
 from nsa_core.parallel.context import DividedSequence
-from nsa_core.plan.default_plan import default_plan, is_long
+from nsa_core.plan.default_plan import default_plan, planned_length
 from nsa_core.plan.options import usable_device
 from nsa_core.plan.plan import Plan
 from nsa_core.util.atomic_files import NotWritten
@@ -199,11 +199,12 @@ class Trainer:
         if (attn := next(layers, None)) is None:
             return None
         dtype, packed = getattr(torch, self.recipe.precision), self.data.rows.packed
-        long, config, partial = is_long(self.data.rows.length, packed), attn.config, False
+        length = planned_length(self.data.rows.length, packed)
+        config, partial = attn.config, False
         if isinstance(attn.parallel, DividedSequence):
             config, partial = attn.parallel.share, attn.parallel.mode == "sequence"
         return default_plan(
-            config, self.world.device, dtype, packed, True, attn.backends, long, partial
+            config, self.world.device, dtype, packed, True, attn.backends, length, partial
         )
 
     def step(self, stopping: bool = False) -> StepResult:
