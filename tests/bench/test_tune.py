@@ -207,4 +207,5 @@ def test_the_command_exits_with_1_if_a_backend_is_wrong(nsa, registry_with, monk
         "0.001",
     )
     assert done.code == 1
-    assert "NOT CORRECT win=wrong" in done.out
+    assert len(re.findall(r"NOT CORRECT win=wrong: win \(wrong\) o: ", done.out)) == 1
+    assert "NOT CORRECT win=wrong: win (wrong) dq: " in done.out

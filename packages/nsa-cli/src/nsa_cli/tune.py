@@ -169,11 +169,9 @@ def _print_tuning(result: Tuning, files: list[Path]) -> None:
     output.print_table(console, ["slot", "use", "backend", "ms", "chosen"], rows)
     for reason in reasons:
         output.print_text(console, f"not timed: {reason}", "yellow")
-    for gate in result.gates:
-        for failure in gate.failures[:3]:
-            output.print_text(
-                console, output.one_line(f"NOT CORRECT {gate.combo}: {failure}"), "red"
-            )
+    wrong = [f"NOT CORRECT {g.combo}: {line}" for g in result.gates for line in g.failures[:3]]
+    for line in dict.fromkeys(wrong):  # most faults of inference are faults of training, too
+        output.print_text(console, output.one_line(line), "red")
     for path in files:
         saved = f"{len(result.records)} choices for {result.device} saved in {path}"
         output.print_text(console, saved, "bold")
