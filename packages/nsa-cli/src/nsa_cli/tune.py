@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,7 @@ from nsa_cli.choices import (
     tokens,
 )
 from nsa_cli.result_files import ResultFiles
+from nsa_core.errors import InvalidInput
 from nsa_core.plan import tuned
 from nsa_core.util.atomic_files import writing
 
@@ -85,7 +87,8 @@ def tune(
         if show and reset:
             raise typer.BadParameter("--show prints what --reset deletes: pass one of them")
         if show or reset:
-            _print_saved(tuned.load() if reset else tuned.read())
+            with contextlib.suppress(*[InvalidInput] * reset):  # it deletes a corrupt file, too
+                _print_saved(tuned.read())
             if reset:
                 _reset()
             return
