@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import warnings
 
 import pytest
 import torch
@@ -110,13 +111,19 @@ def test_records_of_other_environments_and_malformed_records_are_ignored(measure
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", "null", '{"schema_version": 2, "records": []}', "{}"]
 )
-def test_a_corrupt_file_is_ignored_and_replaced(nsa, measured, content):
+def test_a_corrupt_file_is_reported_and_replaced(nsa, measured, content):
     tuned.path().write_text(content)
-    assert window(measured) == "slow"
+    with pytest.warns(UserWarning, match="is not a file of nsa tune") as caught:
+        assert window(measured) == "slow"
+    (warning,) = caught
+    assert str(warning.message).startswith(f"{tuned.path()} is")
+    assert str(warning.message).endswith("nsa tune --reset deletes it")
     shown = nsa("tune", "--show")
     assert (shown.code, shown.out) == (2, "")
     assert "is not a file of nsa tune" in shown.err
-    assert nsa("tune", "--reset").code == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert nsa("tune", "--reset").code == 0
     tuned.save(_records)
     assert window(measured) == "sdpa"
 
@@ -142,7 +149,7 @@ def test_the_command_saves_records_and_explain_shows_them(nsa, registry, monkeyp
     assert str(tuned.path()) in done.out
     assert {r.slot for r in tuned.load()} == {"cmp", "select", "sel", "win", "combine"}
     monkeypatch.setattr(
-        tuned, "choose", lambda request, device, accepted: ("sdpa", "1 ms against slow 50 ms")
+        tuned, "choose", lambda records, *request: ("sdpa", "1 ms against slow 50 ms")
     )
     shown = nsa("backends", "explain", "--device", "cpu")
     assert "win      sdpa 0.1.0  nsa tune: 1 ms against slow 50 ms" in shown.out
@@ -207,4 +214,5 @@ def test_the_command_exits_with_1_if_a_backend_is_wrong(nsa, registry_with, monk
         "0.001",
     )
     assert done.code == 1
-    assert "NOT CORRECT win=wrong" in done.out
+    assert len(re.findall(r"NOT CORRECT win=wrong: win \(wrong\) o: ", done.out)) == 1
+    assert "NOT CORRECT win=wrong: win (wrong) dq: " in done.out

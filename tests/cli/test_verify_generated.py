@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from nsa_cli import output
 from nsa_cli.app import app
 from nsa_cli.verify_report import (
     _command,
@@ -176,6 +177,19 @@ def test_a_failed_check_is_repeated_by_the_part_of_the_run_with_the_same_cases()
     assert _command(report, finding, {}) == f"{start} float64 --seed 3"
     command = _command(report | {"shard": "2/8"}, finding, typed)
     assert command == f"{start} float32,float16 --seed 3 --shard 2/8 {end} 0"
+
+
+def test_a_failure_is_repeated_with_the_same_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = _finding(False, "row 9 > 4")
+    monkeypatch.setattr(output, "safe_mode", lambda: True)
+    monkeypatch.setenv("NSA_PLUGINS", "")
+    monkeypatch.setenv("NSA_DISABLE_PLUGINS", "fa2, mine")
+    monkeypatch.setenv("NSA_CHECK", "1")
+    command = _command(_report(finding) | {"interpreted": True}, finding, {})
+    assert command == (
+        "TRITON_INTERPRET=1 NSA_PLUGINS='' NSA_DISABLE_PLUGINS='fa2, mine' NSA_CHECK=1"
+        " nsa --safe verify --sel mine --win sdpa --device cpu --case 'sel w=3'"
+    )
 
 
 def test_a_failed_count_of_reads_is_repeated_by_a_count() -> None:

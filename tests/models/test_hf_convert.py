@@ -158,7 +158,14 @@ def change_weights(folder, change):
     ("damage", "message"),
     [
         (lambda f: change_config(f, attention_dropout=0.1), "attention_dropout = 0.1"),
-        (lambda f: change_config(f, model_type="gpt2"), "model_type must be one of llama, qwen2"),
+        (
+            lambda f: change_config(f, model_type="mistral"),
+            "config.json: model_type must be one of llama, qwen2, qwen3, got 'mistral'$",
+        ),
+        (
+            lambda f: change_config(f, model_type="nsa_llama"),
+            "must be one of llama, qwen2, qwen3, got 'nsa_llama': the model has NSA already$",
+        ),
         (
             lambda f: change_config(
                 f, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}

@@ -339,6 +339,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"attention_mask": torch.ones(2, 1, 60, 60)},
         r"must be a 2-D mask \[2, 60\], .* got \[2, 1, 60, 60\]",
     ),
+    "numbers of documents": (
+        {"attention_mask": torch.arange(120).view(2, 60) // 30},
+        r"attention_mask must be 1 at tokens and 0 at padding, got \[2, 3\]: .* position_ids",
+    ),
+    "negative integers in a mask": ({"attention_mask": torch.full((2, 60), -1)}, r"got \[-1\]: "),
+    "fractions in a mask": ({"attention_mask": torch.full((2, 60), 0.5)}, r"got \[0\.5\]: "),
+    "an additive mask": (
+        {"attention_mask": torch.zeros(2, 60).index_fill_(1, torch.arange(9), -torch.inf)},
+        r"got \[-inf\]: pass mask == 0 for an additive mask",
+    ),
+    "an additive mask without padding": (
+        {"attention_mask": torch.zeros(2, 60, dtype=torch.bfloat16)},
+        r"got \[0\.0\]: pass mask == 0 for an additive mask",
+    ),
     "masks by kind of layer": (
         {"attention_mask": {"full_attention": None}},
         r"must be a 2-D mask \[2, 60\], .* got dict",

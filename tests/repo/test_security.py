@@ -85,7 +85,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{UNWRITTEN}::test_an_existing_file_is_overwritten_with_force_only",
         f"{UNWRITTEN}::test_every_option_that_writes_a_file_is_tested",
         f"{UNWRITTEN}::test_a_new_backend_needs_an_empty_folder",
-        "tests/bench/test_tune.py::test_a_corrupt_file_is_ignored_and_replaced",
+        "tests/bench/test_tune.py::test_a_corrupt_file_is_reported_and_replaced",
     ),
     "`nsa generate`, `nsa convert`, `nsa inspect` and `nsa train` read a model folder as data,"
     " whoever made it:": (DAMAGED,),

@@ -58,12 +58,12 @@ def test_mapping_sets_single_slots_and_auto_the_others(toy):
     )
 
 
-def test_refusal_of_a_named_backend_lists_every_reason_and_every_candidate(toy):
+def test_refusal_of_a_named_backend_lists_its_reasons_and_backends_that_accept(toy):
     toy.refuse = lambda r: [
         Reason("a", f"no {r.slot}", "try harder"),
         Reason("b", f"not {r.dtype}"),
     ]
-    registry = registry_of(spec("picky", "refuse"), spec("easy"))
+    registry = registry_of(spec("picky", "refuse"), spec("easy"), spec("fussy", "refuse"))
     with pytest.raises(Unsupported) as caught:
         resolve(
             CONFIG,
@@ -83,6 +83,7 @@ def test_refusal_of_a_named_backend_lists_every_reason_and_every_candidate(toy):
         assert words in text
     for words in ("B=any S=77 Hq=4 G=2 Dk=8 Dv=8", "w=512", "bfloat16 on cpu", "prefill"):
         assert words in text
+    assert "fussy" not in text  # neither asked for nor able to run
     # The summary names only the slots without a backend.
     assert "sel" not in text.split("request:")[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,7 @@ from nsa_cli.choices import (
     tokens,
 )
 from nsa_cli.result_files import ResultFiles
+from nsa_core.errors import InvalidInput
 from nsa_core.plan import tuned
 from nsa_core.util.atomic_files import writing
 
@@ -85,7 +87,8 @@ def tune(
         if show and reset:
             raise typer.BadParameter("--show prints what --reset deletes: pass one of them")
         if show or reset:
-            _print_saved(tuned.load() if reset else tuned.read())
+            with contextlib.suppress(*[InvalidInput] * reset):  # it deletes a corrupt file, too
+                _print_saved(tuned.read())
             if reset:
                 _reset()
             return
@@ -169,11 +172,9 @@ def _print_tuning(result: Tuning, files: list[Path]) -> None:
     output.print_table(console, ["slot", "use", "backend", "ms", "chosen"], rows)
     for reason in reasons:
         output.print_text(console, f"not timed: {reason}", "yellow")
-    for gate in result.gates:
-        for failure in gate.failures[:3]:
-            output.print_text(
-                console, output.one_line(f"NOT CORRECT {gate.combo}: {failure}"), "red"
-            )
+    wrong = [f"NOT CORRECT {g.combo}: {line}" for g in result.gates for line in g.failures[:3]]
+    for line in dict.fromkeys(wrong):  # most faults of inference are faults of training, too
+        output.print_text(console, output.one_line(line), "red")
     for path in files:
         saved = f"{len(result.records)} choices for {result.device} saved in {path}"
         output.print_text(console, saved, "bold")

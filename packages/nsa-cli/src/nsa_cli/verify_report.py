@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -282,8 +283,15 @@ def _command(report: dict[str, Any], finding: Finding, typed: Mapping[str, objec
         options |= {**needed, "--seed": report["seed"] or None, "--shard": shard, **typed}
     words = [f"{name} {shlex.quote(str(x))}" for name, x in options.items() if x is not None]
     words += ["--reads"] * (finding["check"] == "reads")
-    interpreter = "TRITON_INTERPRET=1 " if report["interpreted"] else ""
-    return f"{interpreter}nsa verify {' '.join(words)}"
+    variables = {
+        "TRITON_INTERPRET": "1" if report["interpreted"] else None,
+        "NSA_PLUGINS": os.environ.get("NSA_PLUGINS"),
+        "NSA_DISABLE_PLUGINS": os.environ.get("NSA_DISABLE_PLUGINS"),
+        "NSA_CHECK": os.environ.get("NSA_CHECK"),
+    }
+    settings = [f"{name}={shlex.quote(x)}" for name, x in variables.items() if x is not None]
+    safe = ["--safe"] * output.safe_mode()
+    return " ".join([*settings, "nsa", *safe, "verify", *words])
 
 
 def _print_reads(console: Console, report: dict[str, Any]) -> None:

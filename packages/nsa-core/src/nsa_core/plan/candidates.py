@@ -232,14 +232,14 @@ def _prefer_tuned(
     Returns:
         slot -> the measurement as text, for each slot that has a valid record.
     """
-    if not tuned.path().exists():
+    if not (records := tuned.load()):
         return {}
     is_cuda = device.type == "cuda"
     device_name = torch.cuda.get_device_name(device) if is_cuda else tuned.processor_name()
     measurements = {}
     for slot, candidates in by_slot.items():
         accepted = {c.backend: c.version for c in candidates if c.accepted}
-        fastest = tuned.choose(requests[slot], device_name, accepted)
+        fastest = tuned.choose(records, requests[slot], device_name, accepted)
         if fastest is not None:
             by_slot[slot] = tuple(sorted(candidates, key=lambda c: c.backend != fastest[0]))
             measurements[slot] = fastest[1]

@@ -229,7 +229,8 @@ def _report(
 ) -> str:
     """Return the error message: a summary, the request, and each refused slot's candidates.
 
-    Slots whose candidates have the same reasons share one list of candidates.
+    Of a slot with a named backend, these are the named one and those that accept the request. Slots
+    whose candidates have the same reasons share one list of candidates.
     """
     named = {
         slot: one_line(name)
@@ -253,7 +254,9 @@ def _report(
     ]
     slots_by_answers: dict[tuple[str, ...], list[str]] = {}  # (named backend, *candidates) -> slots
     for slot, candidates in refused.items():
-        rows = [f"    {candidate}" for candidate in candidates] or ["    no backend is installed"]
+        asked = all_candidates.chosen_by_name[slot]
+        listed = [c for c in candidates if asked in (None, c.backend) or c.accepted]
+        rows = [f"    {candidate}" for candidate in listed] or ["    no backend is installed"]
         slots_by_answers.setdefault((named.get(slot, ""), *rows), []).append(slot)
     for (name, *rows), slots in slots_by_answers.items():
         lines += [f"  {', '.join(slots)}" + (f" (asked for {name!r}):" if name else ":"), *rows]

@@ -1,9 +1,9 @@
 """Records of `nsa tune`: `auto` prefers the backend that was measured as the fastest.
 
 A record applies to one device, torch version, shape class and slot, and only while every backend
-that accepts the request was measured in its present version. `auto` ignores all other records and
-corrupt files, and follows the backends' priorities. A record cannot select a backend whose probe
-refuses the request.
+that accepts the request was measured in its present version. `auto` ignores all other records, and
+follows the backends' priorities; of a corrupt file it warns. A record cannot select a backend whose
+probe refuses the request.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import logging
 import platform
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from nsa_core.util.atomic_files import check_folder_writable, user_cache, write_
 from nsa_core.util.text import describe_error, one_line
 
 SCHEMA_VERSION = 1
-_log = logging.getLogger("nsa")
 _LONGEST_MS = 1e12
 
 
@@ -104,10 +103,13 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def choose(request: Request, device: str, accepted: Mapping[str, str]) -> tuple[str, str] | None:
+def choose(
+    records: Sequence[Record], request: Request, device: str, accepted: Mapping[str, str]
+) -> tuple[str, str] | None:
     """Return the fastest backend among ``accepted`` and its measurement, or None.
 
     Args:
+        records: The saved records, the newest last.
         request: The request of one slot.
         device: Name of the GPU or of the processor.
         accepted: Name of each backend that accepts the request -> version of its distribution.
@@ -119,7 +121,7 @@ def choose(request: Request, device: str, accepted: Mapping[str, str]) -> tuple[
     if len(accepted) < 2 or request.varlen or request.deterministic or request.phase != "prefill":
         return None  # a single candidate, or a kind of request that `nsa tune` does not measure
     key = (device, torch_version(), shape_class(request), request.slot)
-    for record in reversed(load()):
+    for record in reversed(records):
         if (record.device, record.torch, record.shape_class, record.slot) != key:
             continue
         if any(record.versions.get(name) != present for name, present in accepted.items()):
@@ -135,11 +137,11 @@ def choose(request: Request, device: str, accepted: Mapping[str, str]) -> tuple[
 
 
 def load() -> list[Record]:
-    """Return the records; [] if the file is missing, unreadable or malformed."""
+    """Return the records; [] if the file is missing, or, with a warning, if it is corrupt."""
     try:
         return read()
     except InvalidInput as error:
-        _log.info("ignored %s", one_line(error))
+        warnings.warn(one_line(error), stacklevel=2)
         return []
 
 

@@ -14,6 +14,8 @@ import torch
 from transformers import LlamaModel, Qwen2Model, Qwen3Model
 
 from nsa_core.errors import InvalidInput
+from nsa_core.torch_ops.packing_checks import has_values
+from nsa_core.torch_ops.torch_state import checks_values
 from nsa_models.hf.attention import NSASelfAttention
 from nsa_models.hf.cache import NSAModelCache
 from nsa_models.hf.configs import (
@@ -139,8 +141,9 @@ class _NSADecoder(NSAPreTrained):
 
         Args:
             input_ids: Integer [B, S].
-            attention_mask: [B, S] with the tokens of a cache before the input; 0 marks padding, on
-                either side.
+            attention_mask: [B, S] with the tokens of a cache before the input: 1 at tokens, and 0
+                at padding, on either side. Other values are an error, of integers on a GPU only
+                with NSA_CHECK=1; compiled calls do not check them.
             position_ids: Integers [B, S], or [1, S] for all rows. A token whose position does not
                 follow that of the token before it starts a document, at any position. The first
                 tokens of a call must follow those in a cache, or start documents at 0; the cache
@@ -254,10 +257,14 @@ class _NSADecoder(NSAPreTrained):
 
 
 def _check_mask(mask: Any, size: torch.Size, cache: NSAModelCache | None) -> None:
-    """Check the shape of ``attention_mask`` for an input of ``size`` [B, S].
+    """Check the shape of ``attention_mask`` for an input of ``size`` [B, S], and its values.
+
+    Reads a mask of floats, which may be an additive one, and an integer one on the CPU or with
+    NSA_CHECK=1. Only a mask that is read on a GPU synchronises.
 
     Raises:
-        InvalidInput: It is no tensor with one entry per token of the cache and of the input.
+        InvalidInput: It is no tensor with one entry per token of the cache and of the input, or has
+            other values than 0 and 1.
     """
     if mask is None:
         return
@@ -267,6 +274,19 @@ def _check_mask(mask: Any, size: torch.Size, cache: NSAModelCache | None) -> Non
         raise InvalidInput(
             f"attention_mask must be a 2-D mask {shape}, one entry per token of the cache and of"
             f" the input, got {passed}"
+        )
+    is_float = mask.is_floating_point()
+    if mask.dtype == torch.bool or not has_values(mask) or not (is_float or checks_values(mask)):
+        return
+    wrong = mask[mask != mask.bool()]
+    if is_float and not mask.any():  # all padding, or an additive mask without padding
+        wrong = mask
+    if wrong.numel():
+        values = wrong.unique()[:4].tolist()
+        raise InvalidInput(
+            f"attention_mask must be 1 at tokens and 0 at padding, got {values}: pass mask == 0 for"
+            " an additive mask (0 marks tokens), position_ids if each token has the number of its"
+            " document, or else mask != 0"
         )
 
 
