@@ -14,7 +14,7 @@ import torch
 
 from nsa_core import NSAError
 from nsa_core.dtypes import dtype_name
-from nsa_core.plan.registry import default_registry
+from nsa_core.plan.registry import Registry, default_registry
 from nsa_verify.conformance import BackendConformance
 from nsa_verify.conformance.grid import Point
 from nsa_verify.conformance.slot_under_test import SlotUnderTest, faults
@@ -51,6 +51,21 @@ def test_correct_backend_passes(make_suite) -> None:
         conformance.test_kernel("win", check)
     conformance.test_verify(job("inputs untouched", "S=2w"))
     conformance.test_verify(job("decode page order", "h=1"))
+
+
+def test_plugin_that_imports_torch_is_found(make_suite) -> None:
+    plain = make_suite("torch-free")
+    faulty = make_suite("torch-bound", {"plugin": ("from nsa_core", "import torch\nfrom nsa_core")})
+    with pytest.raises(pytest.skip.Exception, match="is not installed"):
+        plain.test_plugin_imports_no_torch()
+    for suite_ in (plain, faulty):
+        entry = suite_.registry.get(suite_.backend)
+        point = f"nsa_backend_{suite_.backend.replace('-', '_')}.plugin"
+        suite_.registry = Registry((dataclasses.replace(entry, entry_point=point),))
+    plain.test_plugin_imports_no_torch()
+    message = "torch-bound 0, entry point nsa_backend_torch_bound.plugin:\n  it imports torch"
+    with pytest.raises(pytest.fail.Exception, match=message):
+        faulty.test_plugin_imports_no_torch()
 
 
 WIDE_WINDOW = ("torch.arange(window,", "torch.arange(window + 1,")

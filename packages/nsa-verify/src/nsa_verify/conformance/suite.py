@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import itertools
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -118,6 +120,18 @@ class BackendConformance:
     def test_backend_loads(self) -> None:
         """The backend is installed and ready; a backend that cannot run here is skipped."""
         self._entry()
+
+    def test_plugin_imports_no_torch(self) -> None:
+        """The entry point and its hook import no torch, so that listing stays fast."""
+        entry = self._entry()
+        if not entry.entry_point:
+            pytest.skip("the backend is not installed: this process registered it")
+        load = f"loading.call_plugin(loading.Plugin('', '', '', {entry.entry_point!r}))"
+        code = f"from nsa_core.plan import loading; {load}; print('torch' in sys.modules)"
+        code = f"import sys; sys.path[:] = {[*map(str, sys.path)]}; {code}"
+        if subprocess.check_output([sys.executable, "-c", code], text=True).endswith("True\n"):
+            fault = "it imports torch; import torch only in the modules of the functions"
+            _fail_if([fault], f"{entry.title}, entry point {entry.entry_point}")
 
     def test_probe_gives_reasons_on_every_device(self, slot: str) -> None:
         """The probe handles every request on every device, and gives the same result twice."""
