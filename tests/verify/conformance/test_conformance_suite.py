@@ -68,6 +68,19 @@ def test_plugin_that_imports_torch_is_found(make_suite) -> None:
         faulty.test_plugin_imports_no_torch()
 
 
+@pytest.mark.parametrize(
+    ("form", "missing"),
+    [("step", "cmp, select, sel, combine"), ("backward", "select, sel, combine")],
+)
+def test_fused_form_that_is_never_used_is_found(make_suite, form: str, missing: str) -> None:
+    """Nothing else imports or runs it: its function does not exist."""
+    line = f'fused={{"{form}": "nsa_backend_idle_{form}.win:missing"}}, priority='
+    idle = make_suite(f"idle-{form}", {"plugin": ("priority=", line)})
+    message = rf"idle-{form} 0:\n  fused\['{form}'\] is never used without {missing}; offer"
+    with pytest.raises(pytest.fail.Exception, match=message):
+        idle.test_backend_loads()
+
+
 WIDE_WINDOW = ("torch.arange(window,", "torch.arange(window + 1,")
 FAULTS = {
     "window-one-too-wide": ("win", *WIDE_WINDOW),

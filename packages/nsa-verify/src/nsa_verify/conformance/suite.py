@@ -118,8 +118,14 @@ class BackendConformance:
             yield
 
     def test_backend_loads(self) -> None:
-        """The backend is installed and ready; a backend that cannot run here is skipped."""
-        self._entry()
+        """The backend is ready and its fused forms are used; skipped if it cannot run here."""
+        entry = self._entry()
+        assert entry.spec is not None  # _entry skips or fails otherwise
+        for form in entry.spec.fused:
+            slots = SLOTS[1:] if form == "backward" else SLOTS  # another backend may run cmp
+            if missing := ", ".join(slot for slot in slots if slot not in entry.spec.slots):
+                text = f"is never used without {missing}; offer these slots, or remove it"
+                _fail_if([f"fused[{form!r}] {text}"], entry.title)
 
     def test_plugin_imports_no_torch(self) -> None:
         """The entry point and its hook import no torch, so that listing stays fast."""
