@@ -241,6 +241,38 @@ def test_kernel_that_writes_to_its_inputs_fails_verify(make_suite) -> None:
         faulty.test_verify(job("inputs untouched", "S=2w"))
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "match"),
+    [
+        ("about-right", "peak", None),
+        ("too-small", "peak // 3", r"expected \d+ to \d+, because a run allocates \d+"),
+        ("in-bits", "8 * peak", "workspace 'nsa_backend_in_bits.win:size' returns 12971776 bytes"),
+        ("float", "float(peak)", r"returns 1621472\.0 bytes"),
+    ],
+)
+def test_wrong_workspace_is_found(make_suite, name: str, size: str, match: str | None) -> None:
+    """The bytes that the template allocates at its peak, in its backward."""
+    path = f"nsa_backend_{name.replace('-', '_')}.win:size"
+    function = f"def size(request, peak=1621472):\n    return {size}\n\n\ndef forward("
+    stating = make_suite(
+        name,
+        {
+            "plugin": ("deterministic=", f'workspace="{path}", deterministic='),
+            "win": ("def forward(", function),
+        },
+    )
+    if match is None:
+        stating.test_kernel("win", "workspace")
+        return
+    with pytest.raises(pytest.fail.Exception, match=match):
+        stating.test_kernel("win", "workspace")
+
+
+def test_workspace_is_skipped_if_not_stated(make_suite) -> None:
+    with pytest.raises(pytest.skip.Exception, match="states no workspace"):
+        make_suite("silent").test_kernel("win", "workspace")
+
+
 WITHOUT_BACKWARD = ("        backward=", "        workspace=None and ")
 
 

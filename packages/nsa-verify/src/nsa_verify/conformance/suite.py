@@ -56,6 +56,7 @@ _KERNEL_CHECKS = (
     "long_offsets",
     "two_threads",
     "grad_modes",
+    "workspace",
 )
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -176,10 +177,12 @@ class BackendConformance:
         _fail_if(list(checks.correct()), f"{slot}, {point.label}")
 
     def test_kernel(self, slot: str, check: str) -> None:
-        """The kernel passes opcheck, compilation, layouts, 64-bit offsets, threads, grad modes."""
+        """The kernel passes opcheck, compilation, layouts, threads, grad modes and others."""
         subject = SlotUnderTest(self._entry(), slot, self._device)
         if check in ("cuda_graph", "long_offsets") and torch.device(self._device).type != "cuda":
             pytest.skip("needs a CUDA GPU")
+        if check == "workspace" and subject.spec.workspace is None:
+            pytest.skip("the backend states no workspace")
         point = _first_accepted(subject)
         checks = KernelChecks(subject, point, _grad(subject, point))
         _fail_if(list(getattr(checks, check)()), f"{slot}, {check}, {point.dtype}")
