@@ -94,6 +94,13 @@ def test_every_field_that_a_plugin_registers_is_checked(kind):
         assert f"{field.name} must be" in "".join(faults_of(wrong)), field.name
 
 
+@pytest.mark.parametrize("evidence", [("",), ("win_kernel", ""), "win_kernel", ["win_kernel"]])
+def test_evidence_is_a_tuple_of_nonempty_strings(evidence):
+    slot = SlotSpec("x:f", evidence=evidence)
+    message = f"slot win: evidence must be a tuple of nonempty strings, got {evidence!r}"
+    assert faults_of(BackendSpec("toy", API_VERSION, {"win": slot}, "x:f")) == [message]
+
+
 @pytest.mark.slow
 def test_row_57_backends_list_shows_every_status_and_reason(isolated, nsa, monkeypatch):
     monkeypatch.setattr(output, "find_backends", lambda: isolated)

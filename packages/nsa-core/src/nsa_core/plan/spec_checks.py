@@ -65,7 +65,7 @@ FIELDS: Mapping[type, Mapping[str, Check]] = {
         "forward": FUNCTION,
         "backward": OPTIONAL_FUNCTION,
         "decode": OPTIONAL_FUNCTION,
-        "evidence": Check(_are_strings, "a tuple of strings"),
+        "evidence": Check(lambda v: _are_strings(v) and "" not in v, "a tuple of nonempty strings"),
         "workspace": OPTIONAL_FUNCTION,
         "decode_workspace": OPTIONAL_FUNCTION,
         "deterministic": BOOL,
