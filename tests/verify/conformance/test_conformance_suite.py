@@ -360,6 +360,21 @@ def test_a_wrong_name_or_device_is_one_error_of_collection(
         conformance.pytest_generate_tests(metafunc)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("newer", ("(1, 1)", "(1, 2)"), "newer 0 is incompatible: written for contract 1.2"),
+        ("bad-spec", ("priority=-10", "priority='low'"), "bad-spec 0 is broken: priority must be"),
+    ],
+)
+def test_a_plugin_that_does_not_load_is_one_error_of_collection(
+    make_suite, name: str, change: tuple[str, str], message: str
+) -> None:
+    conformance = make_suite(name, {"plugin": change})
+    with pytest.raises(pytest.UsageError, match=message):
+        conformance.pytest_generate_tests(types.SimpleNamespace(fixturenames=[]))
+
+
 def test_grid_covers_lengths_and_dtypes() -> None:
     lengths = {point.case.lengths for point in GRID}
     assert {(0,), (1,), (7,), (8,), (0, 0)} <= lengths

@@ -222,12 +222,9 @@ class BackendConformance:
 
     def _entry(self) -> BackendEntry:
         entry = _find(self.backend, self.registry)
-        if entry.status == "ready":
-            return entry
-        text = f"{entry.title} is {entry.status}: {entry.reason}"
-        if entry.status in ("unavailable", "disabled"):
-            pytest.skip(text)
-        pytest.fail(text, pytrace=False)
+        if entry.status != "ready":
+            pytest.skip(f"{entry.title} is {entry.status}: {entry.reason}")
+        return entry
 
 
 @contextlib.contextmanager
@@ -242,10 +239,14 @@ def _one_thread() -> Iterator[None]:
 
 
 def _find(name: str, registry: Registry | None) -> BackendEntry:
+    """Return a backend that is ready, unavailable or disabled; raise UsageError for any other."""
     try:
-        return (default_registry() if registry is None else registry).get(name)
+        entry = (default_registry() if registry is None else registry).get(name)
     except InvalidInput as error:
         raise pytest.UsageError(f"{error}; install the distribution of the backend") from None
+    if entry.status in ("broken", "incompatible"):
+        raise pytest.UsageError(f"{entry.title} is {entry.status}: {entry.reason}")
+    return entry
 
 
 def _device(option: Any) -> str:
