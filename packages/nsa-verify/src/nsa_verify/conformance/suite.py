@@ -8,7 +8,7 @@ import itertools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -141,17 +141,9 @@ class BackendConformance:
             _fail_if([fault], f"{entry.title}, entry point {entry.entry_point}")
 
     def test_probe_gives_reasons_on_every_device(self, slot: str) -> None:
-        """The probe handles every request on every device, and gives the same result twice."""
-        self._check_probe(slot, GRID, (False, True))
-
-    def test_probe_gives_reasons_for_decode_on_every_device(self, slot: str) -> None:
-        """The probe handles every decode request, with or without a decode form."""
-        self._check_probe(slot, STEPS, (False,))
-
-    def _check_probe(self, slot: str, points: Sequence[Point], grads: Sequence[bool]) -> None:
-        """Fail the test if the probe raises, gives malformed reasons, or is not deterministic."""
-        entry = self._entry()
-        for point, (device, capability), grad in itertools.product(points, DEVICES, grads):
+        """The probe handles every request, prefill and decode, and gives the same result twice."""
+        entry, requests = self._entry(), itertools.product((*GRID, *STEPS), DEVICES, (False, True))
+        for point, (device, capability), grad in requests:
             request = point.request(slot, device, capability, grad)
             where = f"{point.label} on {device} {capability or ''}"
             first, second = probe_candidate(entry, request), probe_candidate(entry, request)
