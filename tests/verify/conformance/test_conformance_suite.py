@@ -203,6 +203,24 @@ def test_faulty_probe_is_found(make_suite, name: str, reasons: str, match: str) 
         faulty.test_probe_gives_reasons_on_every_device("win")
 
 
+@pytest.mark.parametrize(
+    ("name", "result", "match"),
+    [
+        ("raises", "1 // 0", "bad-rank-raises 0, win, bfloat16 on cpu:\n  its rank raised ZeroDiv"),
+        ("float", "2.5", "its rank returned float, not an integer or a Rank"),
+        ("random", "__import__('time').perf_counter_ns()", "rank gives different results"),
+    ],
+)
+def test_faulty_rank_is_found(make_suite, name: str, result: str, match: str) -> None:
+    """Plans leave the backend out, so that the checks of `nsa verify` would all be skipped."""
+    path = f"nsa_backend_bad_rank_{name}.probe:rank"
+    rank = f"def rank(request):\n    return {result}\n\n\ndef probe("
+    changes = {"plugin": ("priority=", f'rank="{path}", priority='), "probe": ("def probe(", rank)}
+    faulty = make_suite(f"bad-rank-{name}", changes)
+    with pytest.raises(FAILURES, match=match):
+        faulty.test_probe_gives_reasons_on_every_device("win")
+
+
 FIRST_LINE = "groups, tokens, window ="  # of attend; faults are inserted before it
 DENSE = "{0} = {0}.as_strided({0}.shape, torch.empty({0}.shape).stride())"
 SHARED = "import time\n    attend.shared = q\n    time.sleep(0.02)\n    q = attend.shared"

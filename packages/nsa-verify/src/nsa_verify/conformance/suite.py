@@ -17,9 +17,10 @@ import torch
 from nsa_core.contract import SLOTS
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import BackendUnavailable, InvalidInput
-from nsa_core.plan.candidates import probe_candidate
+from nsa_core.plan.candidates import probe_candidate, with_rank
 from nsa_core.plan.loading import BackendEntry
 from nsa_core.plan.options import usable_device
+from nsa_core.plan.plugin_calls import FAULTS
 from nsa_core.plan.registry import Registry, default_registry
 from nsa_verify.conformance.grid import Point, grid, step_grid
 from nsa_verify.conformance.kernel_checks import KernelChecks
@@ -46,7 +47,6 @@ DEVICES: tuple[tuple[str, tuple[int, int] | None], ...] = (
 )
 CASES_PER_SLOT = 12  # drawn cases in the quick preset
 _CODE = re.compile(r"[a-z][a-z0-9_]*")
-_PROBE_FAULTS = ("probe_raised", "probe_nonsense")
 _KERNEL_CHECKS = (
     "operator",
     "compiled",
@@ -141,15 +141,16 @@ class BackendConformance:
             _fail_if([fault], f"{entry.title}, entry point {entry.entry_point}")
 
     def test_probe_gives_reasons_on_every_device(self, slot: str) -> None:
-        """The probe handles every request, prefill and decode, and gives the same result twice."""
+        """Probe and rank handle every request, prefill and decode, with the same result twice."""
         entry, requests = self._entry(), itertools.product((*GRID, *STEPS), DEVICES, (False, True))
         for point, (device, capability), grad in requests:
             request = point.request(slot, device, capability, grad)
-            where = f"{point.label} on {device} {capability or ''}"
-            first, second = probe_candidate(entry, request), probe_candidate(entry, request)
+            where = f"{entry.title}, {slot}, {point.label} on {device}{capability or ''}"
+            probed = [probe_candidate(entry, request) for _ in "12"]
+            (first, _), (second, _) = (with_rank(entry, request, one) for one in probed)
             _fail_if(_reason_faults(first.reasons), where)
             if first != second:
-                pytest.fail(f"{where}: the probe gives different results for the same request")
+                pytest.fail(f"{where}: probe or rank gives different results for the same request")
 
     def test_accepted_decode_requests_are_correct(self, form: str, step: Point) -> None:
         """The decode form is correct on accepted requests; a refused request has reasons."""
@@ -294,10 +295,10 @@ def _grad(subject: SlotUnderTest, point: Point) -> bool:
 
 
 def _reason_faults(reasons: Any) -> list[str]:
-    """List faults of a probe and malformed reasons, without a valid code or a message."""
+    """List faults of probe and rank, and reasons without a valid code or a message."""
     faults = []
     for reason in reasons:
-        if reason.code in _PROBE_FAULTS:
+        if reason.code in FAULTS:
             faults.append(reason.message)
         elif not _CODE.fullmatch(reason.code) or not reason.message.strip():
             faults.append(f"{reason!r} needs a snake_case code and a message")
