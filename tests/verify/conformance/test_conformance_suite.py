@@ -291,6 +291,15 @@ def test_workspace_is_skipped_if_not_stated(make_suite) -> None:
         make_suite("silent").test_kernel("win", "workspace")
 
 
+def test_evidence_that_no_profile_has_fails_verify(make_suite) -> None:
+    unseen = make_suite(
+        "unseen", {"plugin": ('evidence=("nsa_backend_unseen.win"', 'evidence=("my_kernel"')}
+    )
+    message = "win profile: profile shows no event of SlotSpec.evidence: my_kernel"
+    with pytest.raises(pytest.fail.Exception, match=message):
+        unseen.test_verify(job("dispatch", "S=1"))
+
+
 WITHOUT_BACKWARD = ("        backward=", "        workspace=None and ")
 
 
