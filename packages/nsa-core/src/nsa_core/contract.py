@@ -113,7 +113,7 @@ contiguous. Operators run below autograd: torch.func.vjp works inside a backward
 torch.autograd.grad does not.
 
 Of nsa_core, a backend imports only this module, layout, packing, fold (compressed attention as
-causal attention), flash (operands of FlashAttention's kernels) and dryrun (workspace sizes).
+causal attention), flash (operands of FlashAttention), dtypes (page codes) and dryrun (workspaces).
 """
 
 from __future__ import annotations
