@@ -94,6 +94,19 @@ def test_every_field_that_a_plugin_registers_is_checked(kind):
         assert f"{field.name} must be" in "".join(faults_of(wrong)), field.name
 
 
+@pytest.mark.parametrize("evidence", [("",), ("win_kernel", ""), "win_kernel", ["win_kernel"]])
+def test_evidence_is_a_tuple_of_nonempty_strings(evidence):
+    slot = SlotSpec("x:f", evidence=evidence)
+    message = f"slot win: evidence must be a tuple of nonempty strings, got {evidence!r}"
+    assert faults_of(BackendSpec("toy", API_VERSION, {"win": slot}, "x:f")) == [message]
+
+
+@pytest.mark.parametrize("version", ["1.1", 1.1, [1, 1], (1,), (1, -1), (True, 1)])
+def test_a_malformed_version_of_the_contract_is_named_with_a_valid_one(version):
+    (fault,) = faults_of(BackendSpec("toy", version, {"win": SlotSpec("x:f")}, "x:f"))
+    assert fault == f"api_version must be (major, minor), such as {API_VERSION}, got {version!r}"
+
+
 @pytest.mark.slow
 def test_row_57_backends_list_shows_every_status_and_reason(isolated, nsa, monkeypatch):
     monkeypatch.setattr(output, "find_backends", lambda: isolated)

@@ -14,7 +14,7 @@ import torch
 
 from nsa_core import NSAError
 from nsa_core.dtypes import dtype_name
-from nsa_core.plan.registry import default_registry
+from nsa_core.plan.registry import Registry, default_registry
 from nsa_verify.conformance import BackendConformance
 from nsa_verify.conformance.grid import Point
 from nsa_verify.conformance.slot_under_test import SlotUnderTest, faults
@@ -44,13 +44,40 @@ def test_correct_backend_passes(make_suite) -> None:
     conformance.test_probe_gives_reasons_on_every_device("win")
     for point in GRID:
         conformance.test_accepted_requests_are_correct("win", point)
-    conformance.test_probe_gives_reasons_for_decode_on_every_device("win")
     for step in STEPS:
         conformance.test_accepted_decode_requests_are_correct("win", step)
     for check in ("operator", "compiled", "strided", "expanded", "two_threads", "grad_modes"):
         conformance.test_kernel("win", check)
     conformance.test_verify(job("inputs untouched", "S=2w"))
     conformance.test_verify(job("decode page order", "h=1"))
+
+
+def test_plugin_that_imports_torch_is_found(make_suite) -> None:
+    plain = make_suite("torch-free")
+    faulty = make_suite("torch-bound", {"plugin": ("from nsa_core", "import torch\nfrom nsa_core")})
+    with pytest.raises(pytest.skip.Exception, match="is not installed"):
+        plain.test_plugin_imports_no_torch()
+    for suite_ in (plain, faulty):
+        entry = suite_.registry.get(suite_.backend)
+        point = f"nsa_backend_{suite_.backend.replace('-', '_')}.plugin"
+        suite_.registry = Registry((dataclasses.replace(entry, entry_point=point),))
+    plain.test_plugin_imports_no_torch()
+    message = "torch-bound 0, entry point nsa_backend_torch_bound.plugin:\n  it imports torch"
+    with pytest.raises(pytest.fail.Exception, match=message):
+        faulty.test_plugin_imports_no_torch()
+
+
+@pytest.mark.parametrize(
+    ("form", "missing"),
+    [("step", "cmp, select, sel, combine"), ("backward", "select, sel, combine")],
+)
+def test_fused_form_that_is_never_used_is_found(make_suite, form: str, missing: str) -> None:
+    """Nothing else imports or runs it: its function does not exist."""
+    line = f'fused={{"{form}": "nsa_backend_idle_{form}.win:missing"}}, priority='
+    idle = make_suite(f"idle-{form}", {"plugin": ("priority=", line)})
+    message = rf"idle-{form} 0:\n  fused\['{form}'\] is never used without {missing}; offer"
+    with pytest.raises(pytest.fail.Exception, match=message):
+        idle.test_backend_loads()
 
 
 WIDE_WINDOW = ("torch.arange(window,", "torch.arange(window + 1,")
@@ -115,7 +142,7 @@ def test_decode_forms_of_every_slot_are_judged() -> None:
 def test_decode_tests_are_skipped_without_decode_forms(make_suite) -> None:
     line = 'decode="nsa_backend_prefill_only.decode:win",'
     plain = make_suite("prefill-only", {"plugin": (line, "")})
-    plain.test_probe_gives_reasons_for_decode_on_every_device("win")
+    plain.test_probe_gives_reasons_on_every_device("win")
     with pytest.raises(pytest.skip.Exception, match="declares no decode form"):
         plain.test_accepted_decode_requests_are_correct("no decode form", STEPS[0])
     with pytest.raises(pytest.skip.Exception, match="has no decode form of win"):
@@ -166,11 +193,30 @@ def test_probe_that_accepts_an_unsupported_dtype_is_found(make_suite) -> None:
         ("text", "[Reason('no', ' ')]", "a message"),
         ("raises", "1 // 0", "ZeroDivisionError"),
         ("none", "None", "not a list of Reasons"),
+        ("decode", "[3] * (request.phase == 'decode')", "item 0 of its probe's list is int"),
         ("random", "[Reason('no', str(__import__('time').perf_counter()))]", "different results"),
     ],
 )
 def test_faulty_probe_is_found(make_suite, name: str, reasons: str, match: str) -> None:
     faulty = make_suite(f"bad-probe-{name}", {"probe": ("return reasons", f"return {reasons}")})
+    with pytest.raises(FAILURES, match=match):
+        faulty.test_probe_gives_reasons_on_every_device("win")
+
+
+@pytest.mark.parametrize(
+    ("name", "result", "match"),
+    [
+        ("raises", "1 // 0", "bad-rank-raises 0, win, bfloat16 on cpu:\n  its rank raised ZeroDiv"),
+        ("float", "2.5", "its rank returned float, not an integer or a Rank"),
+        ("random", "__import__('time').perf_counter_ns()", "rank gives different results"),
+    ],
+)
+def test_faulty_rank_is_found(make_suite, name: str, result: str, match: str) -> None:
+    """Plans leave the backend out, so that the checks of `nsa verify` would all be skipped."""
+    path = f"nsa_backend_bad_rank_{name}.probe:rank"
+    rank = f"def rank(request):\n    return {result}\n\n\ndef probe("
+    changes = {"plugin": ("priority=", f'rank="{path}", priority='), "probe": ("def probe(", rank)}
+    faulty = make_suite(f"bad-rank-{name}", changes)
     with pytest.raises(FAILURES, match=match):
         faulty.test_probe_gives_reasons_on_every_device("win")
 
@@ -211,6 +257,47 @@ def test_kernel_that_writes_to_its_inputs_fails_verify(make_suite) -> None:
     )
     with pytest.raises(FAILURES, match="inputs untouched"):
         faulty.test_verify(job("inputs untouched", "S=2w"))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "match"),
+    [
+        ("about-right", "peak", None),
+        ("too-small", "peak // 3", r"expected \d+ to \d+, because a run allocates \d+"),
+        ("in-bits", "8 * peak", "workspace 'nsa_backend_in_bits.win:size' returns 12971776 bytes"),
+        ("float", "float(peak)", r"returns 1621472\.0 bytes"),
+    ],
+)
+def test_wrong_workspace_is_found(make_suite, name: str, size: str, match: str | None) -> None:
+    """The bytes that the template allocates at its peak, in its backward."""
+    path = f"nsa_backend_{name.replace('-', '_')}.win:size"
+    function = f"def size(request, peak=1621472):\n    return {size}\n\n\ndef forward("
+    stating = make_suite(
+        name,
+        {
+            "plugin": ("deterministic=", f'workspace="{path}", deterministic='),
+            "win": ("def forward(", function),
+        },
+    )
+    if match is None:
+        stating.test_kernel("win", "workspace")
+        return
+    with pytest.raises(pytest.fail.Exception, match=match):
+        stating.test_kernel("win", "workspace")
+
+
+def test_workspace_is_skipped_if_not_stated(make_suite) -> None:
+    with pytest.raises(pytest.skip.Exception, match="states no workspace"):
+        make_suite("silent").test_kernel("win", "workspace")
+
+
+def test_evidence_that_no_profile_has_fails_verify(make_suite) -> None:
+    unseen = make_suite(
+        "unseen", {"plugin": ('evidence=("nsa_backend_unseen.win"', 'evidence=("my_kernel"')}
+    )
+    message = "win profile: profile shows no event of SlotSpec.evidence: my_kernel"
+    with pytest.raises(pytest.fail.Exception, match=message):
+        unseen.test_verify(job("dispatch", "S=1"))
 
 
 WITHOUT_BACKWARD = ("        backward=", "        workspace=None and ")
@@ -298,6 +385,21 @@ def test_a_wrong_name_or_device_is_one_error_of_collection(
     )
     with pytest.raises(pytest.UsageError, match=message):
         conformance.pytest_generate_tests(metafunc)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("newer", ("(1, 1)", "(1, 2)"), "newer 0 is incompatible: written for contract 1.2"),
+        ("bad-spec", ("priority=-10", "priority='low'"), "bad-spec 0 is broken: priority must be"),
+    ],
+)
+def test_a_plugin_that_does_not_load_is_one_error_of_collection(
+    make_suite, name: str, change: tuple[str, str], message: str
+) -> None:
+    conformance = make_suite(name, {"plugin": change})
+    with pytest.raises(pytest.UsageError, match=message):
+        conformance.pytest_generate_tests(types.SimpleNamespace(fixturenames=[]))
 
 
 def test_grid_covers_lengths_and_dtypes() -> None:

@@ -113,7 +113,7 @@ contiguous. Operators run below autograd: torch.func.vjp works inside a backward
 torch.autograd.grad does not.
 
 Of nsa_core, a backend imports only this module, layout, packing, fold (compressed attention as
-causal attention), flash (operands of FlashAttention's kernels) and dryrun (workspace sizes).
+causal attention), flash (operands of FlashAttention), dtypes (page codes) and dryrun (workspaces).
 """
 
 from __future__ import annotations
@@ -394,8 +394,8 @@ class SlotSpec:
         forward: the forward function.
         backward: the backward function; None if the slot is forward only.
         decode: the decode form; None if the slot supports prefill only.
-        evidence: substrings of profiler event names. The profile of a call has at least one event
-            whose name contains one of them.
+        evidence: substrings of profiler event names, one of which the profile of each call
+            contains; () if not stated.
         workspace: a function Request -> int, the peak bytes that forward (and backward, with
             ``needs_grad``) allocate beyond their inputs; None if not stated.
         decode_workspace: the same for the decode form.

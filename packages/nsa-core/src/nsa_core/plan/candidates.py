@@ -184,7 +184,7 @@ def find_candidates(
             if entry.name in assumed:
                 reasons = tuple(r for r in candidate.reasons if r not in assumed[entry.name])
                 candidate = dataclasses.replace(candidate, reasons=reasons)
-            candidate, rank = _with_rank(entry, request, candidate)
+            candidate, rank = with_rank(entry, request, candidate)
             ranked[slot].append(((entry.spec is None, -rank, entry.name), candidate))
     by_slot = {
         slot: tuple(candidate for _, candidate in sorted(pairs, key=lambda pair: pair[0]))
@@ -292,9 +292,7 @@ def _reasons_against(entry: BackendEntry, request: Request) -> tuple[Reason, ...
     return tuple(reasons)
 
 
-def _with_rank(
-    entry: BackendEntry, request: Request, candidate: Candidate
-) -> tuple[Candidate, int]:
+def with_rank(entry: BackendEntry, request: Request, candidate: Candidate) -> tuple[Candidate, int]:
     """Return a candidate with its rank, and the number of which `auto` prefers the highest.
 
     A failure of the rank function is a reason against the candidate.

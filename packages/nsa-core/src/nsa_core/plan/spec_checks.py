@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from nsa_core.contract import FUSED, SLOTS, BackendSpec, Reason, SlotSpec, Unavailable
+from nsa_core.contract import API_VERSION, FUSED, SLOTS, BackendSpec, Reason, SlotSpec, Unavailable
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -26,7 +26,8 @@ def is_name(value: object) -> bool:
 
 def is_version(value: object) -> bool:
     """Return whether ``value`` is a version of the contract, (major, minor)."""
-    return isinstance(value, tuple) and len(value) == 2 and all(type(part) is int for part in value)
+    parts = value if isinstance(value, tuple) else ()
+    return len(parts) == 2 and all(type(part) is int and part >= 0 for part in parts)
 
 
 def is_reason(value: object) -> bool:
@@ -53,7 +54,7 @@ BOOL = Check(lambda value: type(value) is bool, "True or False")
 FIELDS: Mapping[type, Mapping[str, Check]] = {
     BackendSpec: {
         "name": NAME,
-        "api_version": Check(is_version, "(major, minor)"),
+        "api_version": Check(is_version, f"(major, minor), such as {API_VERSION}"),
         "probe": FUNCTION,
         "priority": INTEGER,
         "summary": Check(lambda value: isinstance(value, str), "a string"),
@@ -65,7 +66,7 @@ FIELDS: Mapping[type, Mapping[str, Check]] = {
         "forward": FUNCTION,
         "backward": OPTIONAL_FUNCTION,
         "decode": OPTIONAL_FUNCTION,
-        "evidence": Check(_are_strings, "a tuple of strings"),
+        "evidence": Check(lambda v: _are_strings(v) and "" not in v, "a tuple of nonempty strings"),
         "workspace": OPTIONAL_FUNCTION,
         "decode_workspace": OPTIONAL_FUNCTION,
         "deterministic": BOOL,

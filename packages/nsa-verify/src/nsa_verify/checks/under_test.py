@@ -78,7 +78,7 @@ class UnderTest(Findings):
             run()
         names = {event.name() for event in profile.kineto_results.events()}
         events = sorted(name for name in names if any(e in name for e in evidence))
-        shown = events[0] if events else f"none of {', '.join(evidence)}"
+        shown = events[0] if events else f"no event of SlotSpec.evidence: {', '.join(evidence)}"
         return self.finding(slot, "profile", bool(events), detail=f"profile shows {shown}")
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from nsa_core.contract import import_named
+from nsa_core.dryrun import call_slot, slot_inputs
 from nsa_core.errors import NSAError
 from nsa_core.torch_ops.slot_op import slot_op
 from nsa_verify.conformance.grid import Point
@@ -178,6 +182,22 @@ class KernelChecks:
             if stream:
                 stream.synchronize()
         return run
+
+    def workspace(self) -> Iterator[str]:
+        """Check that the stated workspace is within a factor of two of a measured one."""
+        spec, request = self._subject.spec, self._subject.request(self._point, self._grad)
+        named = {name: getattr(spec, name) for name in ("forward", "backward", "workspace")}
+        slot = types.SimpleNamespace(**{n: import_named(p) for n, p in named.items() if p})
+        arguments = (self._data.do, [*self._inputs.values()], slot_inputs(request)[2])
+        call_slot(slot, request, *arguments)  # libraries keep buffers from their first call on
+        with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profile:
+            call_slot(slot, request, *arguments)
+        events = [e for e in profile.kineto_results.events() if e.name() == "[memory]"]
+        sizes = [e.nbytes() for e in events if e.device_type().name.lower() == request.device]
+        peak, stated = max(itertools.accumulate(sizes), default=0), slot.workspace(request)
+        if type(stated) is not int or not peak <= 2 * stated <= 4 * peak:
+            expected = f"expected {peak // 2} to {2 * peak}, because a run allocates {peak}"
+            yield f"workspace {spec.workspace!r} returns {stated!r} bytes; {expected}"
 
     def grad_modes(self) -> Iterator[str]:
         """Check that every grad mode gives equal forward bits (fault row 33)."""

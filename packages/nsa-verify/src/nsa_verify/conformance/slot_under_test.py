@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nsa_core.contract import SlotSpec
+from nsa_core.contract import Request, SlotSpec
 from nsa_core.dtypes import stats_dtype
 from nsa_core.plan.candidates import Candidate, probe_candidate
 from nsa_core.plan.loading import BackendEntry
@@ -53,11 +53,15 @@ class SlotUnderTest:
         """Whether the slot has differentiable inputs and the backend has a backward for it."""
         return bool(DIFFERENTIABLE[self.slot]) and self.spec.backward is not None
 
-    def probe(self, point: Point, needs_grad: bool = False) -> Candidate:
-        """Probe the backend with the request of ``point`` on this device."""
+    def request(self, point: Point, needs_grad: bool = False) -> Request:
+        """Return the request of ``point`` on this device."""
         kind = torch.device(self.device).type
         capability = torch.cuda.get_device_capability(self.device) if kind == "cuda" else None
-        return probe_candidate(self.entry, point.request(self.slot, kind, capability, needs_grad))
+        return point.request(self.slot, kind, capability, needs_grad)
+
+    def probe(self, point: Point, needs_grad: bool = False) -> Candidate:
+        """Probe the backend with the request of ``point`` on this device."""
+        return probe_candidate(self.entry, self.request(point, needs_grad))
 
     def step_faults(self, point: Point) -> list[str]:
         """Run the decode form on a step and list its faults; the oracle computes its inputs."""

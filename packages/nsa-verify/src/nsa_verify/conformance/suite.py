@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+import subprocess
+import sys
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -15,9 +17,10 @@ import torch
 from nsa_core.contract import SLOTS
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import BackendUnavailable, InvalidInput
-from nsa_core.plan.candidates import probe_candidate
+from nsa_core.plan.candidates import probe_candidate, with_rank
 from nsa_core.plan.loading import BackendEntry
 from nsa_core.plan.options import usable_device
+from nsa_core.plan.plugin_calls import FAULTS
 from nsa_core.plan.registry import Registry, default_registry
 from nsa_verify.conformance.grid import Point, grid, step_grid
 from nsa_verify.conformance.kernel_checks import KernelChecks
@@ -44,7 +47,6 @@ DEVICES: tuple[tuple[str, tuple[int, int] | None], ...] = (
 )
 CASES_PER_SLOT = 12  # drawn cases in the quick preset
 _CODE = re.compile(r"[a-z][a-z0-9_]*")
-_PROBE_FAULTS = ("probe_raised", "probe_nonsense")
 _KERNEL_CHECKS = (
     "operator",
     "compiled",
@@ -54,6 +56,7 @@ _KERNEL_CHECKS = (
     "long_offsets",
     "two_threads",
     "grad_modes",
+    "workspace",
 )
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -116,27 +119,38 @@ class BackendConformance:
             yield
 
     def test_backend_loads(self) -> None:
-        """The backend is installed and ready; a backend that cannot run here is skipped."""
-        self._entry()
+        """The backend is ready and its fused forms are used; skipped if it cannot run here."""
+        entry = self._entry()
+        assert entry.spec is not None  # _entry skips or fails otherwise
+        for form in entry.spec.fused:
+            slots = SLOTS[1:] if form == "backward" else SLOTS  # another backend may run cmp
+            if missing := ", ".join(slot for slot in slots if slot not in entry.spec.slots):
+                text = f"is never used without {missing}; offer these slots, or remove it"
+                _fail_if([f"fused[{form!r}] {text}"], entry.title)
+
+    def test_plugin_imports_no_torch(self) -> None:
+        """The entry point and its hook import no torch, so that listing stays fast."""
+        entry = self._entry()
+        if not entry.entry_point:
+            pytest.skip("the backend is not installed: this process registered it")
+        load = f"loading.call_plugin(loading.Plugin('', '', '', {entry.entry_point!r}))"
+        code = f"from nsa_core.plan import loading; {load}; print('torch' in sys.modules)"
+        code = f"import sys; sys.path[:] = {[*map(str, sys.path)]}; {code}"
+        if subprocess.check_output([sys.executable, "-c", code], text=True).endswith("True\n"):
+            fault = "it imports torch; import torch only in the modules of the functions"
+            _fail_if([fault], f"{entry.title}, entry point {entry.entry_point}")
 
     def test_probe_gives_reasons_on_every_device(self, slot: str) -> None:
-        """The probe handles every request on every device, and gives the same result twice."""
-        self._check_probe(slot, GRID, (False, True))
-
-    def test_probe_gives_reasons_for_decode_on_every_device(self, slot: str) -> None:
-        """The probe handles every decode request, with or without a decode form."""
-        self._check_probe(slot, STEPS, (False,))
-
-    def _check_probe(self, slot: str, points: Sequence[Point], grads: Sequence[bool]) -> None:
-        """Fail the test if the probe raises, gives malformed reasons, or is not deterministic."""
-        entry = self._entry()
-        for point, (device, capability), grad in itertools.product(points, DEVICES, grads):
+        """Probe and rank handle every request, prefill and decode, with the same result twice."""
+        entry, requests = self._entry(), itertools.product((*GRID, *STEPS), DEVICES, (False, True))
+        for point, (device, capability), grad in requests:
             request = point.request(slot, device, capability, grad)
-            where = f"{point.label} on {device} {capability or ''}"
-            first, second = probe_candidate(entry, request), probe_candidate(entry, request)
+            where = f"{entry.title}, {slot}, {point.label} on {device}{capability or ''}"
+            probed = [probe_candidate(entry, request) for _ in "12"]
+            (first, _), (second, _) = (with_rank(entry, request, one) for one in probed)
             _fail_if(_reason_faults(first.reasons), where)
             if first != second:
-                pytest.fail(f"{where}: the probe gives different results for the same request")
+                pytest.fail(f"{where}: probe or rank gives different results for the same request")
 
     def test_accepted_decode_requests_are_correct(self, form: str, step: Point) -> None:
         """The decode form is correct on accepted requests; a refused request has reasons."""
@@ -156,10 +170,12 @@ class BackendConformance:
         _fail_if(list(checks.correct()), f"{slot}, {point.label}")
 
     def test_kernel(self, slot: str, check: str) -> None:
-        """The kernel passes opcheck, compilation, layouts, 64-bit offsets, threads, grad modes."""
+        """The kernel passes opcheck, compilation, layouts, threads, grad modes and others."""
         subject = SlotUnderTest(self._entry(), slot, self._device)
         if check in ("cuda_graph", "long_offsets") and torch.device(self._device).type != "cuda":
             pytest.skip("needs a CUDA GPU")
+        if check == "workspace" and subject.spec.workspace is None:
+            pytest.skip("the backend states no workspace")
         point = _first_accepted(subject)
         checks = KernelChecks(subject, point, _grad(subject, point))
         _fail_if(list(getattr(checks, check)()), f"{slot}, {check}, {point.dtype}")
@@ -199,12 +215,9 @@ class BackendConformance:
 
     def _entry(self) -> BackendEntry:
         entry = _find(self.backend, self.registry)
-        if entry.status == "ready":
-            return entry
-        text = f"{entry.title} is {entry.status}: {entry.reason}"
-        if entry.status in ("unavailable", "disabled"):
-            pytest.skip(text)
-        pytest.fail(text, pytrace=False)
+        if entry.status != "ready":
+            pytest.skip(f"{entry.title} is {entry.status}: {entry.reason}")
+        return entry
 
 
 @contextlib.contextmanager
@@ -219,10 +232,14 @@ def _one_thread() -> Iterator[None]:
 
 
 def _find(name: str, registry: Registry | None) -> BackendEntry:
+    """Return a backend that is ready, unavailable or disabled; raise UsageError for any other."""
     try:
-        return (default_registry() if registry is None else registry).get(name)
+        entry = (default_registry() if registry is None else registry).get(name)
     except InvalidInput as error:
         raise pytest.UsageError(f"{error}; install the distribution of the backend") from None
+    if entry.status in ("broken", "incompatible"):
+        raise pytest.UsageError(f"{entry.title} is {entry.status}: {entry.reason}")
+    return entry
 
 
 def _device(option: Any) -> str:
@@ -278,10 +295,10 @@ def _grad(subject: SlotUnderTest, point: Point) -> bool:
 
 
 def _reason_faults(reasons: Any) -> list[str]:
-    """List faults of a probe and malformed reasons, without a valid code or a message."""
+    """List faults of probe and rank, and reasons without a valid code or a message."""
     faults = []
     for reason in reasons:
-        if reason.code in _PROBE_FAULTS:
+        if reason.code in FAULTS:
             faults.append(reason.message)
         elif not _CODE.fullmatch(reason.code) or not reason.message.strip():
             faults.append(f"{reason!r} needs a snake_case code and a message")

@@ -78,8 +78,8 @@ class Guard:
             changed_state = state.restore()
         faults = _result_faults(results, inputs, slot)
         faults += [
-            f"it changed its input {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} in place"
-            for t, copy, version in zip(watched, copies, versions)
+            f"it changed input {i} in place, {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
+            for i, (t, copy, version) in enumerate(zip(watched, copies, versions))
             if _version(t) != version or not _same_bits(t, copy)
         ]
         faults += [f"it changed {', '.join(changed_state)}"] * bool(changed_state)
