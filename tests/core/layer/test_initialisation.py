@@ -161,6 +161,14 @@ def test_a_projection_is_an_exact_nn_linear_and_its_copy_initialises_itself(copi
         assert torch.equal(original.weight, before)
 
 
+def test_a_layer_made_of_fake_tensors_trains():
+    with torch._subclasses.FakeTensorMode():
+        attn = NSAttention(small())
+        attn(torch.randn(1, LENGTH, 24)).sum().backward()
+    for parameter in attn.parameters():
+        assert type(parameter.grad) is torch._subclasses.FakeTensor
+
+
 def test_a_deleted_layer_frees_its_parameters_without_the_garbage_collector():
     attn = NSAttention(small())
     attn(torch.randn(1, LENGTH, 24)).sum().backward()

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import skip_init
 
 
 def unit_linear(in_features: int, out_features: int) -> nn.Linear:
@@ -24,8 +23,8 @@ def unit_linear(in_features: int, out_features: int) -> nn.Linear:
         in_features: Width of the inputs.
         out_features: Width of the outputs.
     """
-    device = torch.get_default_device()  # skip_init would take the CPU
-    linear: nn.Linear = skip_init(nn.Linear, in_features, out_features, bias=False, device=device)
+    linear = nn.Linear(in_features, out_features, bias=False, device="meta")  # draws no numbers
+    linear.weight = nn.Parameter(torch.empty(out_features, in_features))
     linear.reset_parameters = _UnitReset(linear)  # type: ignore[method-assign]
     linear.reset_parameters()
     return linear
