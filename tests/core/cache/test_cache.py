@@ -17,7 +17,7 @@ from caches import (
     truth,
     whole,
 )
-from nsa_core import InvalidInput, resolve
+from nsa_core import InvalidInput, NSAttention, resolve
 from nsa_core.cache import step
 from nsa_core.contract import KNOWN_METADATA
 from nsa_core.plan.default_plan import partial_plan
@@ -46,6 +46,15 @@ def test_long_chunk_is_split_into_max_chunk_rows(problem, limit, monkeypatch):
         y = attn(x[:, 9:40], cache=cache, new=[31, 0])
     assert sum(call.slot == "win" for call in trace) == -(-31 // limit)
     assert_equal(y[:1], *(t[:1, 9:40] for t in golden))
+
+
+def test_a_cache_of_fake_tensors_shares_no_table_with_others(problem):
+    attn, x, golden = problem
+    with torch._subclasses.FakeTensorMode():
+        fake = NSAttention(attn.config).new_cache(2, LENGTH, dtype=attn.reference.dtype)
+    cache = attn.new_cache(2, LENGTH)
+    assert_equal(attn(x, cache=cache), *golden)
+    assert fake.nbytes == cache.nbytes
 
 
 def directions(attn, x, cache, **options):

@@ -334,6 +334,25 @@ def test_decode_steps_refuse_tangents() -> None:
             FIRST[nesting](decode, q, q)
 
 
+def test_calls_with_an_older_cache_refuse_tangents_and_mapped_axes() -> None:
+    layer, x = layer_of(), torch.randn(2, 3, 24, dtype=torch.float64)
+    cache, weight = layer.new_cache(2, 32), layer.qkv.weight.detach()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return layer(x, cache=cache)
+
+    def step_with(weight: torch.Tensor) -> Any:
+        return functional_call(layer, {"qkv.weight": weight}, (x,), {"cache": cache})
+
+    for f, point in ((step, x), (step_with, weight)):
+        with pytest.raises(Unsupported, match=FORWARD):
+            jvp(f, (point,), (point,))
+        with pytest.raises(Unsupported, match="one batch"):
+            vmap(f)(torch.stack([point] * 4))
+    torch.testing.assert_close(step(x), layer(x))  # nothing was written
+    assert cache.host_lengths() == [3, 3]
+
+
 def factor_gradient(f: Function, x: torch.Tensor) -> torch.Tensor:
     """A function of x inside another level of torch.func."""
     return grad(lambda factor: (factor * f(x)).sum())(x.new_ones(()))

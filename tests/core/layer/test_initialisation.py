@@ -1,7 +1,9 @@
 """Every parameter has a gradient at the first step, unless it is zero by construction."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -157,3 +159,23 @@ def test_a_projection_is_an_exact_nn_linear_and_its_copy_initialises_itself(copi
         linear.reset_parameters()
         assert linear.weight.std() > 0
         assert torch.equal(original.weight, before)
+
+
+def test_a_layer_made_of_fake_tensors_trains():
+    with torch._subclasses.FakeTensorMode():
+        attn = NSAttention(small())
+        attn(torch.randn(1, LENGTH, 24)).sum().backward()
+    for parameter in attn.parameters():
+        assert type(parameter.grad) is torch._subclasses.FakeTensor
+
+
+def test_a_deleted_layer_frees_its_parameters_without_the_garbage_collector():
+    attn = NSAttention(small())
+    attn(torch.randn(1, LENGTH, 24)).sum().backward()
+    parameters = {name: weakref.ref(parameter) for name, parameter in attn.named_parameters()}
+    gc.disable()
+    try:
+        del attn
+        assert [name for name, parameter in parameters.items() if parameter() is not None] == []
+    finally:
+        gc.enable()

@@ -107,7 +107,9 @@ class KVStore:
         )
         longest = max(max_len + max(max_step, config.compress_block_size), *rings, batch)
         rotary = (config.qk_dim, config.frequencies, stats_dtype(dtype)) if config.rope else None
-        self._positions = shared(Positions, rotary, longest, table.device)
+        tables = rotary, longest, table.device
+        is_fake = type(table) is not torch.Tensor
+        self._positions = Positions(*tables) if is_fake else shared(Positions, *tables)
         self.count, self.rope = self._positions.count, self._positions.rope
         for x in (*self.tensors(), *self.pages.tables, *(self.rope or ())):
             setattr(x, KNOWN_METADATA, (x.shape, x.stride(), x.dtype))

@@ -21,12 +21,14 @@ from nsa_core.cache.undo import run_or_undo
 from nsa_core.contract import DecodeCall
 from nsa_core.decode.chunks import MAX_CHUNK_ROWS
 from nsa_core.decode.layer_step import append, attend, compress, per_branch
-from nsa_core.errors import InvalidInput
+from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.layer.gating import compute_gates, plain_linear_gate
 from nsa_core.layer.plain_linear import base_weight, stated_dtype
 from nsa_core.limits import as_integers, shown
 from nsa_core.plan.finite_checks import checked_plan
-from nsa_core.torch_ops.torch_state import dtype_of_products, is_capturing
+from nsa_core.torch_ops.autograd import refuse_tangents
+from nsa_core.torch_ops.torch_state import dtype_of_products, is_capturing, is_transformed
+from nsa_core.torch_ops.vmap_rule import is_mapped
 
 if TYPE_CHECKING:
     from nsa_core.layer.projection import NSAProjections
@@ -77,6 +79,14 @@ def _step(
 ) -> torch.Tensor:
     """Run :func:`step`. The caller undoes the changes of the cache after an error."""
     in_graph = is_capturing(cache.device)
+    if is_transformed():
+        tensors = [x, *layer.parameters()]
+        refuse_tangents("a call with a cache", tensors)
+        if any(map(is_mapped, tensors)):
+            raise Unsupported(
+                "a call with a cache is not supported under torch.func.vmap: pass all sequences as"
+                " one batch x [B, m, dim]"
+            )
     _check_fit(layer, x, cache, in_graph)
     tokens = new_tokens(cache, x.shape[1], new, in_graph)
     if cache.undo is not None and cache.undo.lengths is not None:

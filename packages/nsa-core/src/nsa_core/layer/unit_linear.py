@@ -6,11 +6,11 @@ modules first. So each layer must initialise its own parameters.
 
 from __future__ import annotations
 
-import functools
+import weakref
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import skip_init
 
 
 def unit_linear(in_features: int, out_features: int) -> nn.Linear:
@@ -23,11 +23,24 @@ def unit_linear(in_features: int, out_features: int) -> nn.Linear:
         in_features: Width of the inputs.
         out_features: Width of the outputs.
     """
-    device = torch.get_default_device()  # skip_init would take the CPU
-    linear: nn.Linear = skip_init(nn.Linear, in_features, out_features, bias=False, device=device)
-    linear.reset_parameters = functools.partial(_reset, linear, 1.0)  # type: ignore[method-assign]
+    linear = nn.Linear(in_features, out_features, bias=False, device="meta")  # draws no numbers
+    linear.weight = nn.Parameter(torch.empty(out_features, in_features))
+    linear.reset_parameters = _UnitReset(linear)  # type: ignore[method-assign]
     linear.reset_parameters()
     return linear
+
+
+class _UnitReset(weakref.ref[nn.Linear]):
+    """Initialise the layer that has this attribute; a copy of the layer gets its own.
+
+    A strong reference would be a cycle: only the garbage collector would free a deleted layer.
+    """
+
+    def __call__(self) -> None:
+        _reset(super().__call__(), 1.0)  # type: ignore[arg-type]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _UnitReset, (super().__call__(),)
 
 
 def _reset(layer: nn.Linear | Affine, gain: float) -> None:
