@@ -283,6 +283,17 @@ def test_a_missing_device_is_refused_before_any_work(nsa, command, tmp_path, mon
     assert not list(tmp_path.iterdir())
 
 
+def test_the_plot_compares_selected_with_random_blocks(nsa, text, tmp_path):
+    run, plot = tmp_path / "run", tmp_path / "loss.svg"
+    options = (*SMALL, "--length", "128", "--steps", "1", "--svg", str(plot))
+    assert nsa("train", "--out", str(run), "--data", text, *options).code == 0
+    record = log.read_log(run / log.FILE)[1][-1]
+    pairs = zip(record["selected_mass"], record["random_mass"])
+    for layer, (selected, random) in enumerate(pairs):
+        label = f"layer {layer}: {selected:.0%}, random {random:.0%}"
+        assert label in plot.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("task", ["uniform", "recall"])
 def test_tasks_train_with_the_default_options(nsa, tmp_path, task):
     options = ("--steps", "1", "--held-out-rows", "1", "--batch", "1", "--device", "cpu")
