@@ -156,11 +156,12 @@ def test_the_command_saves_records_and_explain_shows_them(nsa, registry, monkeyp
 
 
 def test_the_command_shows_and_deletes_saved_choices(nsa, registry):
-    tuned.save([_record(slot, time) for slot, time in (("win", 0.5), ("cmp", 2.0))])
+    tuned.save([_record(slot, time) for slot, time in (("win", 0.5), ("cmp", 2104.0))])
     shown = nsa("tune", "--show")
     assert shown.code == 0, shown.err
     assert "chip, torch 2.0, 2/1/8/8 8,4,16,3,24 float32 (not used: torch" in shown.out
     assert re.search(r"win +training +slow +0.5 ms against sdpa 3 ms at 48 tokens", shown.out)
+    assert re.search(r"cmp +training +sdpa +2100 ms at 48 tokens", shown.out)
     assert shown.out.index("cmp") < shown.out.index("win")
     assert nsa("tune", "--show", "--reset").code == 2
     assert len(tuned.load()) == 2

@@ -191,7 +191,7 @@ def test_explain_marks_the_chosen_backend_of_each_slot(nsa, toy):
             for slot in SLOTS
         ),
     ]
-    assert "no measurement of nsa tune is in force: the order is the built-in one" in lines
+    assert "no measurement of nsa tune is used: the order is the built-in one" in lines
 
 
 def test_explain_prints_every_reason_and_exits_with_code_3(nsa, toy):
@@ -411,7 +411,7 @@ def test_explain_shows_causal_attention_and_fused_forms_as_the_plan_does(
     assert document["causal_up_to"] == (1024 if causal else None)
     assert document["fused"] == fused
     lines = nsa(*command).out.splitlines()
-    note = "sel, up to n l' = 1024 tokens: causal attention by the kernel of win, no select"
+    note = "sel, up to n l' = 1024 tokens: causal attention by the backend of win, without select"
     assert lines.count(note) == bool(causal)
     rows = [line.split() for line in lines if line.endswith("fused form")]
     assert rows == [[name, "triton", "fused", "form"] for name in fused]

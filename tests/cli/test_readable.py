@@ -240,7 +240,7 @@ def test_commands_are_listed_in_groups(nsa):
             entries = panels.setdefault(title[1], [])
         elif entry := re.match(r"│ (\S+)", line):
             entries.append(entry[1])
-    assert list(panels) == ["Options", "Use", "Prove", "Measure", "Train"]
+    assert list(panels) == ["Options", "Use", "Check", "Measure", "Train"]
     assert set(panels["Use"]) == {"backends", "doctor", "inspect"}
 
 

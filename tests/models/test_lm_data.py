@@ -190,5 +190,5 @@ def test_recall_targets_are_the_values_of_the_queried_keys():
     assert set(row.targets[:12] + row.targets[13::2]) == {IGNORED}
     with pytest.raises(InvalidInput, match="multiple of 4 for recall, got 10"):
         RecallRows(32, 10)
-    with pytest.raises(InvalidInput, match="at least 40 for 20 pairs, got 32"):
+    with pytest.raises(InvalidInput, match="at least 40 for rows of 80 tokens, which have 20"):
         RecallRows(32, 80)

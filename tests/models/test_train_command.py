@@ -182,7 +182,10 @@ def test_existing_files_and_wrong_arguments_are_refused(nsa, text, tmp_path):
             " multiple of 3",
         ),
         *((f"--parallel {kind}", NO_TORCHRUN.format(kind=kind)) for kind in KINDS),
-        ("--data recall --vocab 8", "--vocab must be at least 16 for 8 pairs, got 8"),
+        (
+            "--data recall --vocab 8",
+            "--vocab must be at least 16 for rows of 32 tokens, which have 8 pairs, got 8",
+        ),
     ],
 )
 def test_errors_name_options_as_typed(nsa, text, tmp_path, options, message):
@@ -278,6 +281,24 @@ def test_a_missing_device_is_refused_before_any_work(nsa, command, tmp_path, mon
         assert (done.code, text in done.err) == (code or done.code, True)
         assert done.code in (2, 3)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_plot_compares_selected_with_random_blocks(nsa, text, tmp_path):
+    run, plot = tmp_path / "run", tmp_path / "loss.svg"
+    options = (*SMALL, "--length", "128", "--steps", "1", "--svg", str(plot))
+    assert nsa("train", "--out", str(run), "--data", text, *options).code == 0
+    record = log.read_log(run / log.FILE)[1][-1]
+    pairs = zip(record["selected_mass"], record["random_mass"])
+    for layer, (selected, random) in enumerate(pairs):
+        label = f"layer {layer}: {selected:.0%}, random {random:.0%}"
+        assert label in plot.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("task", ["uniform", "recall"])
+def test_tasks_train_with_the_default_options(nsa, tmp_path, task):
+    options = ("--steps", "1", "--held-out-rows", "1", "--batch", "1", "--device", "cpu")
+    done = nsa("train", "--out", str(tmp_path / "run"), "--data", task, *options)
+    assert (done.code, "Trained on 256 tokens" in done.out) == (0, True), done.err
 
 
 def test_tasks_print_their_best_loss_or_accuracy(nsa, tmp_path, monkeypatch):

@@ -427,7 +427,7 @@ LAYER = [
     ({"x": None}, "x must be a tensor, got NoneType"),
     ({"x": X.numpy()}, "x must be a tensor, got ndarray"),
     ({"x": X.tolist()}, "x must be a tensor, got list"),
-    ({"attention_mask": torch.ones(2, 9)}, "NSA is causal", "nsa_core.unpad", "nsa_core.pad"),
+    ({"attention_mask": torch.ones(2, 9)}, "NSA is causal", "max_seqlen, indices = nsa_core.unpad"),
     ({"attn_mask": 1}, "attn_mask is not supported: NSA is causal", "nsa_core.unpad"),
     ({"past_key_values": ()}, "past_key_values is not supported: pass cache=", "new_cache()"),
     ({"use_cache": True}, "use_cache is not supported: pass cache="),

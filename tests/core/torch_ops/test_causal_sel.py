@@ -144,7 +144,9 @@ def test_an_exported_graph_selects() -> None:
 
 
 def test_explain_states_the_length() -> None:
-    line = f"  up to n l' = {LONGEST} tokens: causal attention by the kernel of win, no select"
+    line = (
+        f"  up to n l' = {LONGEST} tokens: causal attention by the backend of win, without select"
+    )
     lines = plan().explain().splitlines()
     sel = next(i for i, text in enumerate(lines) if text.startswith("sel:"))
     assert lines[sel + 1] == line

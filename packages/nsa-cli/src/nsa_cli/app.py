@@ -18,7 +18,7 @@ from nsa_cli.train import train
 from nsa_cli.tune import tune
 from nsa_cli.verify import verify
 
-USE, PROVE, MEASURE, TRAIN = "Use", "Prove", "Measure", "Train"  # panels of commands, in this order
+USE, CHECK, MEASURE, TRAIN = "Use", "Check", "Measure", "Train"  # panels of commands, in this order
 _HELP = """Native Sparse Attention (NSA, arXiv 2502.11089): list, verify, time and train it.
 
 This is not DeepSeek Sparse Attention (DSA), the lightning indexer of DeepSeek-V3.2.
@@ -37,7 +37,7 @@ app.add_typer(
 )
 app.command(short_help="Diagnose this environment, or report it.", rich_help_panel=USE)(doctor)
 app.command(short_help="Show which blocks a model selects.", rich_help_panel=USE)(inspect)
-app.command(short_help="Check backends against a float64 oracle.", rich_help_panel=PROVE)(verify)
+app.command(short_help="Check backends against a float64 oracle.", rich_help_panel=CHECK)(verify)
 app.add_typer(
     bench.app,
     name="bench",

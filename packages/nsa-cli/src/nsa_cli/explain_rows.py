@@ -100,8 +100,8 @@ def print_explained(document: dict[str, Any]) -> None:
         rows = document["slots"].values()
         if not any(row["tuned"] for row in rows):
             choice = any(sum(c["accepted"] for c in row["candidates"]) > 1 for row in rows)
-            why = "the order is the built-in one" if choice else "a slot has one backend to run it"
-            output.print_text(console, f"no measurement of nsa tune is in force: {why}")
+            why = "the order is the built-in one" if choice else "each slot has only one backend"
+            output.print_text(console, f"no measurement of nsa tune is used: {why}")
     slots_by_list: dict[tuple[str, ...], list[str]] = {}
     for slot, row in document["slots"].items():
         slots_by_list.setdefault(_answers(document, row), []).append(slot)

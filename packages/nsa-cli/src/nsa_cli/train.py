@@ -57,7 +57,7 @@ def train(
     held_out: options.HeldOut = 0.05,
     held_out_rows: options.HeldOutRows = 64,
     length: options.Length = 256,
-    vocab: options.Vocab = 64,
+    vocab: options.Vocab = 128,
     steps: options.Steps = 1000,
     batch: options.Batch = 8,
     accumulate: options.Accumulate = 1,

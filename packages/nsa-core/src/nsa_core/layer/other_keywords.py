@@ -14,8 +14,8 @@ from nsa_core.util.text import did_you_mean
 
 _MASK = (
     " is not supported: NSA is causal, and it needs inputs without padding. Remove padding with"
-    " rows, cu_seqlens, longest, indices = nsa_core.unpad(x, attention_mask), pass rows and"
-    " cu_seqlens=, and restore it with nsa_core.pad"
+    " rows, cu_seqlens, max_seqlen, indices = nsa_core.unpad(x, attention_mask), pass the first"
+    " three, and restore it with nsa_core.pad"
 )
 _SELF = ": NSA is self-attention only; {name} must be None"
 _CACHE = " is not supported: pass cache=, from new_cache() of this layer (docs/how-to/generate.md)"

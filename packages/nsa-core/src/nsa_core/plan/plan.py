@@ -31,7 +31,7 @@ from nsa_core.util.text import describe_error, one_line
 
 def describe_causal(longest: int) -> str:
     """Return one line about sel in sequences of at most ``longest`` tokens (Plan.causal_up_to)."""
-    return f"up to n l' = {longest} tokens: causal attention by the kernel of win, no select"
+    return f"up to n l' = {longest} tokens: causal attention by the backend of win, without select"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

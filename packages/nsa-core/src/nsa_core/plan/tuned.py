@@ -59,11 +59,16 @@ class Record:
         """
         ranking = sorted(self.times_ms.items(), key=lambda item: (item[1], item[0]))
         (_, fastest), *slower = ranking
-        others = ", ".join(f"{one_line(name)} {time:.3g} ms" for name, time in slower)
+        others = ", ".join(f"{one_line(name)} {_ms(time)}" for name, time in slower)
         return (
-            f"{fastest:.3g} ms{' against ' + others if others else ''} at {self.tokens} tokens,"
+            f"{_ms(fastest)}{' against ' + others if others else ''} at {self.tokens} tokens,"
             f" {one_line(self.date)}"
         )
+
+
+def _ms(time: float) -> str:
+    """Return three significant digits, without an exponent below a million, and the unit."""
+    return f"{float(f'{time:.3g}'):g} ms"
 
 
 def path() -> Path:

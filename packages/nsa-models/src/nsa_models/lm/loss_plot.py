@@ -8,16 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nsa_bench.render.style import (
-    FAINT,
-    INK,
-    NSA_COLOURS,
-    EndLabel,
-    draw,
-    label_ends,
-)
+from nsa_bench.render.style import FAINT, NSA_COLOURS, EndLabel, draw, label_ends
 
-_LEFT, _WIDTH, _RIGHT, _BOTTOM, _HEIGHT, _TOP = 0.8, 4.2, 1.75, 0.6, 3.1, 0.85  # inches
+_LEFT, _WIDTH, _RIGHT, _BOTTOM, _HEIGHT, _TOP = 0.8, 4.2, 1.95, 0.6, 3.1, 0.85  # inches
 
 
 def save(out: Path, path: Path, kind: str, force: bool) -> None:
@@ -79,26 +72,24 @@ def _losses(axes: Any, header: dict[str, Any], records: list[dict[str, Any]]) ->
 
 
 def _mass(axes: Any, header: dict[str, Any], records: list[dict[str, Any]]) -> None:
-    """Draw the dense probability inside the selected blocks, beside their share of the keys."""
+    """Draw the dense probability inside the selected blocks, beside that inside random ones."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
-    steps = [r["step"] for r in records]
     layers, ends = len(records[0]["selected_mass"]), []
     numbers = header["model"].get("nsa_layers") or range(layers)
     for layer in range(layers):
         colour = to_hex(colormaps["cividis"](0.8 * layer / max(1, layers - 1)))
-        values = [r["selected_mass"][layer] for r in records]
-        axes.plot(steps, values, "o-", ms=4, lw=1.6, color=colour)
-        text = f"layer {numbers[layer]}  {values[-1]:.0%}"
-        ends.append(EndLabel(text, colour, (steps[-1], values[-1]), values[-1]))
-    keys = [sum(r["selected_keys"]) / len(r["selected_keys"]) for r in records]
-    axes.plot(steps, keys, "--", lw=1.4, color=INK)
-    ends.append(
-        EndLabel(f"share of the keys  {keys[-1]:.0%}", INK, (steps[-1], keys[-1]), keys[-1])
-    )
+        points = [(r["step"], r["selected_mass"][layer]) for r in records]
+        axes.plot(*zip(*points), "o-", ms=4, lw=1.6, color=colour)
+        text = f"layer {numbers[layer]}: {points[-1][1]:.0%}"
+        random = [(r["step"], r["random_mass"][layer]) for r in records if "random_mass" in r]
+        if random:  # logs of earlier versions lack it
+            axes.plot(*zip(*random), "--", lw=1.4, color=colour)
+            text += f", random {random[-1][1]:.0%}"
+        ends.append(EndLabel(text, colour, points[-1], points[-1][1]))
     axes.set(xlabel="step", ylabel="share of dense probability", ylim=(0, 1))
-    axes.set_title("Dense attention inside the selected blocks")
+    axes.set_title("Dense attention inside selected and random blocks")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.grid()
     label_ends(axes, ends)

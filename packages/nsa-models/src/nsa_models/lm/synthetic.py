@@ -108,8 +108,8 @@ class RecallRows(SyntheticRows):
             raise InvalidInput(f"length must be a multiple of 4 for recall, got {length}")
         if length // 4 > vocab_size // 2:
             raise InvalidInput(
-                f"vocab_size must be at least {length // 2} for {length // 4} pairs, got"
-                f" {vocab_size}"
+                f"vocab_size must be at least {length // 2} for rows of {length} tokens, which have"
+                f" {length // 4} pairs, got {vocab_size}"
             )
 
     def make(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:

@@ -43,6 +43,7 @@ class Progress:
     held_out_loss: float | None = None
     selected_mass: list[float] | None = None  # per layer with NSA
     selected_keys: list[float] | None = None
+    random_mass: list[float] | None = None
 
     def record(self) -> dict[str, Any]:
         """Return the record for the log, without fields that are None."""
@@ -180,6 +181,7 @@ class _Run:
             evaluation |= {
                 "selected_mass": [m.selected for m in mass],
                 "selected_keys": [m.keys for m in mass],
+                "random_mass": [m.random for m in mass],
             }
         return evaluation
 
