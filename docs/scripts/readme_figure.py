@@ -17,7 +17,7 @@ import statistics
 import sys
 from typing import Any
 
-from nsa_bench.render.style import GREYS, NSA_COLOURS, draw, set_log_ticks
+from nsa_bench.render.style import GREYS, NSA_COLOURS, draw, log_ticks, set_ticks
 from nsa_bench.result import read_result
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
@@ -79,7 +79,7 @@ def speed_panel(axes: Any) -> None:
     lengths = list(curves["NSA"])
     axes.set_xticks(lengths, [tokens(length) for length in lengths])
     axes.minorticks_off()
-    set_log_ticks(axes.yaxis, *axes.get_ylim())
+    set_ticks(axes.yaxis, log_ticks(*axes.get_ylim()))
     label(axes, "dense", (0.75, 0.93), f"dense, cuDNN {dense:.0f} ms")
     if curves["FlashAttention-4"]:
         label(axes, "FlashAttention-4", (0.02, 0.81), "FlashAttention-4", "left")

@@ -163,7 +163,7 @@ def test_a_child_computes_the_same_call_as_this_process(small):
     combo = parse_combination("sdpa")
     in_child = workload_in_child(settings, discover(), combo, cell, "total sdpa").make()()
     subjects = Subjects(settings, discover())
-    plan = subjects.plan(config, torch.float32, combo, False)
+    plan = subjects.plan(config, torch.float32, combo, None)
     (here,) = [w for w in subjects.workloads(cell, {"sdpa": plan}, []) if w.key == "total sdpa"]
     assert torch.equal(in_child, here.make()())
     other = workload_in_child(small(seed=1), discover(), combo, cell, "total sdpa").make()()

@@ -443,7 +443,7 @@ def test_one_folder_serves_every_command(
         ("--data TEXT", "model has no tokenizer.json, and a text needs the tokenizer of the model"),
         (
             "--data uniform",
-            "vocabulary of 61, but the data has ids up to 63; give --vocab 61",
+            "vocabulary of 61, but the data has ids up to 127; give --vocab 61",
         ),
     ],
 )
