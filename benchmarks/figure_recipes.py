@@ -9,7 +9,7 @@ from pathlib import Path
 
 from figure_a100 import A100_SUBJECTS, a100_times
 from figure_pieces import BACKEND_SHAPES, PIECES, SHAPES
-from figure_tables import ABSENT, PENDING, Results, digits, table
+from figure_tables import PENDING, Results, digits, table
 from figure_training import fastest_modes
 
 from nsa_bench.render.words import tokens
@@ -17,7 +17,6 @@ from nsa_bench.result import Measurement, read_result
 
 LENGTHS = tuple(1024 * n for n in (2, 8, 16, 32, 64, 128))
 GROUP_SHAPE, GROUPS = "64/4/128", 4  # every model of the recipes has groups of this kind
-FLASH4 = "dense flash-attn 4"
 GIB = 2**30
 
 
@@ -62,11 +61,6 @@ def published(results: Results) -> list[Path]:
     return [*files, *filter(None, shapes)]
 
 
-def beside_flash4(results: Results) -> list[Path]:
-    """Return the results that have FlashAttention-4 among the dense kernels."""
-    return sorted(results.folder.glob("dense_*.json"))
-
-
 def pairs(files: Iterable[Path]) -> Iterator[tuple[Measurement, Measurement]]:
     """Yield the core and the fastest dense kernel of the same run, on random inputs.
 
@@ -96,14 +90,13 @@ def ms(measurement: Measurement) -> float:
 
 def use(results: Results) -> str:
     """Tabulate by length how many times as fast as dense attention NSA is, and its memory."""
-    hardest, measured = [*pairs(beside_flash4(results))], [*pairs(published(results))]
+    measured = [*pairs(published(results))]
     older = a100_times(results)
     modes = fastest_modes(results)
     rows = []
     for length in LENGTHS:
         at = [pair for pair in measured if pair[0].length == length]
-        harder = [pair for pair in hardest if pair[0].length == length] or at
-        speed = [ms(dense) / ms(own) for own, dense in harder]
+        speed = [ms(dense) / ms(own) for own, dense in at]
         memory = [(own.peak_memory_bytes or 0) / (d.peak_memory_bytes or 1) for own, d in at]
         cells = [cell for (_, n), cell in older.items() if n == length]
         ratios = [
@@ -115,33 +108,6 @@ def use(results: Results) -> str:
         rows.append([tokens(length), *map(_range, columns)])
     columns = ["tokens", "attention", "attention, kernels compiled for sm_80", "training"]
     return table([*columns, "decoding", "memory of a call"], rows)
-
-
-def use_without_flash4(results: Results) -> str:
-    """Return the lengths of the table of use at which no run had FlashAttention-4."""
-    timed = {
-        m.length
-        for file in beside_flash4(results)
-        for m in read_result(file).measurements
-        if m.subject == FLASH4 and m.phase == "both" and m.performance
-    }
-    missing = [tokens(length) for length in LENGTHS if length not in timed]
-    return " and ".join(filter(None, (", ".join(missing[:-1]), *missing[-1:]))) or "no number of"
-
-
-def compared_flash4(results: Results) -> str:
-    """Return the ms of FlashAttention-4 beside those of NSA, at the cell of "compared-nsa"."""
-    times = {
-        m.subject: ms(m)
-        for file in beside_flash4(results)
-        for m in read_result(file).measurements
-        if (m.shape, m.length, m.phase) == (GROUP_SHAPE, 16384, "both") and m.performance
-    }
-    if FLASH4 not in times:
-        return ABSENT
-    return (
-        f"{digits(times[FLASH4])} ms, in a run where this library took {digits(times['auto'])} ms"
-    )
 
 
 def _fastest(cell: dict[str, float], title: str) -> float:
@@ -229,8 +195,6 @@ def recipe_check(results: Results) -> str:
 
 RECIPES: dict[str, Callable[[Results], str]] = {
     "use": use,
-    "use-without-flash4": use_without_flash4,
-    "compared-flash4": compared_flash4,
     "recipes": recipes,
     "recipe-check": recipe_check,
 }

@@ -15,22 +15,17 @@ NAMES = {
     "dense cudnn": "cuDNN",
     "dense flash": "FlashAttention-2",
 }
-# Runs with FlashAttention-4. They stand for those of the pieces, which were measured without it.
-WITH_FLASH4 = ("flash4_few_heads_16k.json", "flash4_few_heads_32k.json")
 
 
 def shapes(results: Results) -> str:
     """Tabulate forward + backward of NSA and the fastest dense kernel, one length per shape."""
     columns = ["heads", "tokens", "NSA, ms", "dense, ms", "dense kernel", "speed-up"]
-    pieces = [p.nearest(results.folder) for p in PIECES if p.name.startswith("shapes-")]
-    files = [results.folder / name for name in WITH_FLASH4] + [file for file in pieces if file]
+    files = [p.nearest(results.folder) for p in PIECES if p.name.startswith("shapes-")]
     problems: dict[tuple[int, str], list[Measurement]] = {}
-    for file in filter(lambda file: file.exists(), files):
-        own: dict[tuple[int, str], list[Measurement]] = {}
+    for file in filter(None, files):
         for m in read_result(file).measurements:
             if m.phase == "both":
-                own.setdefault((m.length, m.shape), []).append(m)
-        problems = own | problems  # the first file that has a problem states it
+                problems.setdefault((m.length, m.shape), []).append(m)
     rows = []
     for (length, shape), measured in sorted(problems.items(), key=lambda item: item[0][0]):
         nsa = next((m for m in measured if m.kind == "combo"), None)

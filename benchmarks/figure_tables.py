@@ -382,6 +382,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "core-crossover-forward": _crossovers("forward"),
     "dense": dense,
     "compared-nsa": _compared("auto"),
+    "compared-flash4": _compared("dense flash-attn 4"),
     "compared-fla": _compared("fla NSA, l=d=64"),
     "compared-sfnsa": _compared("sfnsa NSA"),
     "core-kernels": core_kernels,

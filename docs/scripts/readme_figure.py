@@ -2,10 +2,9 @@
 
     python docs/scripts/readme_figure.py docs/images
 
-The left panel has the times of one shape: NSA and the fastest dense kernel of the same run, and
-FlashAttention-4 of another run where one was measured. The right panel has the final losses by
-position of two arms of benchmarks/study with as many parameters: dots are means over seeds, bars
-reach from the lowest to the highest.
+The left panel has the times of one shape: NSA and the fastest dense kernel of the same run. The
+right panel has the final losses by position of two arms of benchmarks/study with as many
+parameters: dots are means over seeds, bars reach from the lowest to the highest.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ import sys
 from typing import Any
 
 from nsa_bench.render.style import GREYS, NSA_COLOURS, draw, log_ticks, set_ticks
-from nsa_bench.result import read_result
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from figure_pieces import PUBLISHED  # noqa: E402
-from figure_recipes import FLASH4, GROUP_SHAPE, beside_flash4, ms, pairs, published  # noqa: E402
+from figure_recipes import GROUP_SHAPE, ms, pairs, published  # noqa: E402
 from figure_tables import Results, gpu, tokens  # noqa: E402
 
 RESULTS = Results(BENCHMARKS / "results" / PUBLISHED)
@@ -33,24 +31,16 @@ ARMS = {"NSA": "nsa", "dense": "dense_wide"}
 LOOKS: dict[str, Any] = {
     "NSA": {"color": NSA_COLOURS[0], "lw": 2.6, "marker": "o", "ms": 4.5},
     "dense": {"color": GREYS[0], "lw": 1.8, "marker": "s", "ms": 4, "ls": (0, (4, 2))},
-    "FlashAttention-4": {"color": NSA_COLOURS[1], "lw": 1.5, "ls": (0, (1, 1.2))},
 }
 
 
 def times() -> dict[str, dict[int, float]]:
-    """Return the ms of NSA, of the fastest dense kernel and of FlashAttention-4, by length."""
+    """Return the ms of NSA and of the fastest dense kernel, by length."""
     measured = (cell for cell in pairs(published(RESULTS)) if cell[0].shape == GROUP_SHAPE)
     cells = sorted((own.length, ms(own), ms(dense)) for own, dense in measured)
-    flash4 = {
-        m.length: ms(m)
-        for file in beside_flash4(RESULTS)
-        for m in read_result(file).measurements
-        if (m.subject, m.shape, m.phase) == (FLASH4, GROUP_SHAPE, "both") and m.performance
-    }
     return {
         "NSA": {length: own for length, own, _ in cells},
         "dense": {length: dense for length, _, dense in cells},
-        "FlashAttention-4": dict(sorted(flash4.items())),
     }
 
 
@@ -80,9 +70,7 @@ def speed_panel(axes: Any) -> None:
     axes.set_xticks(lengths, [tokens(length) for length in lengths])
     axes.minorticks_off()
     set_ticks(axes.yaxis, log_ticks(*axes.get_ylim()))
-    label(axes, "dense", (0.75, 0.93), f"dense, cuDNN {dense:.0f} ms")
-    if curves["FlashAttention-4"]:
-        label(axes, "FlashAttention-4", (0.02, 0.81), "FlashAttention-4", "left")
+    label(axes, "dense", (0.75, 0.93), f"FlashAttention-4 {dense:.0f} ms")
     label(axes, "NSA", (0.98, 0.3), f"NSA {own:.0f} ms,\n{dense / own:.1f}x as fast")
 
 
