@@ -128,6 +128,20 @@ def test_a_corrupt_file_is_reported_and_replaced(nsa, measured, content):
     assert window(measured) == "sdpa"
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_cache_folder_that_cannot_exist_has_no_records(monkeypatch, tmp_path):
+    """Services run with HOME=/dev/null."""
+    monkeypatch.setattr(tuned, "path", lambda: tmp_path / "file" / "tuned.json")
+    (tmp_path / "file").write_text("")
+    assert tuned.load() == []
+
+
+def test_a_file_that_cannot_be_read_is_not_called_corrupt(monkeypatch, tmp_path):
+    monkeypatch.setattr(tuned, "path", lambda: tmp_path)
+    with pytest.warns(UserWarning, match="cannot be read and is not used: .*IsADirectory"):
+        assert tuned.load() == []
+
+
 @pytest.mark.slow
 def test_wrong_backends_are_neither_timed_nor_recorded(registry_with):
     registry = registry_with("wrong", lambda o: o * 1.01, priority=-5)

@@ -380,6 +380,16 @@ def test_calls_that_nsa_cannot_serve_are_refused(case, documents_alone):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn, torch.int64, torch.bfloat16])
+def test_a_mask_may_have_any_dtype(dtype, documents_alone):
+    model, _ = documents_alone
+    ids = torch.ones(2, 60, dtype=torch.long)
+    mask = torch.ones(2, 60).index_fill_(1, torch.arange(9), 0)
+    expected = model(ids, attention_mask=mask.bool()).logits
+    assert torch.equal(model(ids, attention_mask=mask.to(dtype)).logits, expected)
+
+
+@torch.no_grad()
 def test_positions_that_do_not_continue_the_cache_are_refused():
     model = nsa_model()
     ids, mask, _ = padded_batch((50, 30))

@@ -349,6 +349,8 @@ def test_calls_with_an_older_cache_refuse_tangents_and_mapped_axes() -> None:
             jvp(f, (point,), (point,))
         with pytest.raises(Unsupported, match="one batch"):
             vmap(f)(torch.stack([point] * 4))
+    with pytest.raises(Unsupported, match="one batch"):
+        vmap(lambda new: layer(x, cache=cache, new=new))(torch.ones(4, 2, dtype=torch.int64))
     torch.testing.assert_close(step(x), layer(x))  # nothing was written
     assert cache.host_lengths() == [3, 3]
 

@@ -14,7 +14,7 @@ from nsa_core.plan import default_plan
 CONFIG = small()
 # Two compressed tokens, borders of selection blocks and strides, and lengths between them.
 LENGTHS = (12, 13, 15, 16, 17, 24, 41, 64, 100)
-# The range crosses the length from which calls use another plan.
+# The range crosses the lengths from which calls use other plans.
 DYNAMIC = {0: Dim("B", min=1, max=16), 1: Dim("S", min=12, max=2 * PLANNED_LENGTHS[-1])}
 SLOW = pytest.mark.slow
 

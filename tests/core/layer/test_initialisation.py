@@ -179,3 +179,11 @@ def test_a_deleted_layer_frees_its_parameters_without_the_garbage_collector():
         assert [name for name, parameter in parameters.items() if parameter() is not None] == []
     finally:
         gc.enable()
+
+
+def test_a_shallow_copy_of_a_deleted_projection_says_why_it_cannot_be_reset():
+    attn = NSAttention(small())
+    copied = copy.copy(attn.out)
+    attn.out = torch.nn.Linear(2, 2)
+    with pytest.raises(ReferenceError, match=r"copy layers by copy\.deepcopy"):
+        copied.reset_parameters()

@@ -69,7 +69,7 @@ def test_plugin_that_imports_torch_is_found(make_suite) -> None:
 
 @pytest.mark.parametrize(
     ("form", "missing"),
-    [("step", "cmp, select, sel, combine"), ("backward", "select, sel, combine")],
+    [("step", "decode of cmp, select, sel"), ("backward", "backward of sel, combine")],
 )
 def test_fused_form_that_is_never_used_is_found(make_suite, form: str, missing: str) -> None:
     """Nothing else imports or runs it: its function does not exist."""

@@ -23,8 +23,8 @@ class Peaks:
 
     Attributes:
         flops_per_s: Rate of a large matrix product.
-        bytes_per_s: Rate of the fastest of several calls that read large tensors, and write none or
-            as much. It counts bytes read and written.
+        bytes_per_s: Rate of the fastest of several calls that read large tensors, and write
+            nothing, a third as much or as much. It counts bytes read and written.
     """
 
     flops_per_s: float
@@ -121,8 +121,8 @@ def measure_peaks(device: str, dtype: torch.dtype) -> Peaks:
     cuda = device.startswith("cuda")
     size, moved = 512, 1 << 27
     if cuda:  # large, because a call takes microseconds to reach its rate
-        memory = torch.cuda.get_device_properties(device).total_memory
-        size, moved = 8192, min(1 << 33, memory // 8 & -(1 << 20))
+        free, _ = torch.cuda.mem_get_info(device)
+        size, moved = 8192, min(1 << 33, free // 2 & -(1 << 20))
     generator = torch.Generator(device).manual_seed(0)  # a resumed run's random state must not move
     a, b = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
     x = torch.zeros(4, moved // 16, dtype=torch.float32, device=device)

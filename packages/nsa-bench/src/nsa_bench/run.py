@@ -159,6 +159,8 @@ class Bench(abc.ABC):
             peaks |= {
                 name: roofline.measure_peaks(s.device, getattr(torch, name)) for name in s.dtypes
             }
+            if s.device.startswith("cuda"):
+                torch.cuda.empty_cache()  # the children of plugins share the GPU
             self._clock = clock_for(s.device)
             if isolation.has_plugins(self.registry) or any(
                 self.may_be_slow(cell, peaks[cell.dtype]) for cell in cells

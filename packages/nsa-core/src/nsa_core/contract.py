@@ -140,7 +140,7 @@ SLOTS = ("cmp", "select", "sel", "win", "combine")
 BRANCHES = ("cmp", "sel", "win")
 # Calls without an explicit plan use a cached plan, made for the largest of these numbers of tokens
 # that their sequences reach. Shorter and packed sequences use a plan for an unknown number.
-PLANNED_LENGTHS = (32768, 49152, 65536)
+PLANNED_LENGTHS = (32768, 65536)
 PHASES = ("prefill", "decode")
 FUSED_DECODE = ("step", "append", "gates", "compress")
 FUSED = (*FUSED_DECODE, "backward")

@@ -80,7 +80,7 @@ def _step(
     """Run :func:`step`. The caller undoes the changes of the cache after an error."""
     in_graph = is_capturing(cache.device)
     if is_transformed():
-        tensors = [x, *layer.parameters()]
+        tensors = [x, *layer.parameters(), *([new] if isinstance(new, torch.Tensor) else [])]
         refuse_tangents("a call with a cache", tensors)
         if any(map(is_mapped, tensors)):
             raise Unsupported(

@@ -31,13 +31,15 @@ def unit_linear(in_features: int, out_features: int) -> nn.Linear:
 
 
 class _UnitReset(weakref.ref[nn.Linear]):
-    """Initialise the layer that has this attribute; a copy of the layer gets its own.
+    """Initialise the layer that has this attribute; a deep copy of the layer gets its own.
 
     A strong reference would be a cycle: only the garbage collector would free a deleted layer.
     """
 
     def __call__(self) -> None:
-        _reset(super().__call__(), 1.0)  # type: ignore[arg-type]
+        if (layer := super().__call__()) is None:
+            raise ReferenceError("the layer of this copy is deleted; copy layers by copy.deepcopy")
+        _reset(layer, 1.0)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _UnitReset, (super().__call__(),)

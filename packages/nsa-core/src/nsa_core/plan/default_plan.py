@@ -22,7 +22,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 Value = TypeVar("Value")
 Result = TypeVar("Result")
 CACHED = (
-    256  # objects of an ObjectCache; a plan has about 13 KiB, and a layer uses two to six plans
+    256  # objects of an ObjectCache; a plan has about 13 KiB, and a layer uses two to nine plans
 )
 Backends = str | tuple[tuple[str, str], ...] | None
 

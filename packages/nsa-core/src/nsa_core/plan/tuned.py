@@ -2,12 +2,13 @@
 
 A record applies to one device, torch version, shape class and slot, and only while every backend
 that accepts the request was measured in its present version. `auto` ignores all other records, and
-follows the backends' priorities; of a corrupt file it warns. A record cannot select a backend whose
-probe refuses the request.
+follows the backends' priorities; it warns of a file that it cannot read. A record cannot select a
+backend whose probe refuses the request.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -67,7 +68,7 @@ class Record:
 
 
 def _ms(time: float) -> str:
-    """Return three significant digits, without an exponent below a million, and the unit."""
+    """Return three significant digits and the unit, such as 2100 ms."""
     return f"{float(f'{time:.3g}'):g} ms"
 
 
@@ -142,7 +143,7 @@ def choose(
 
 
 def load() -> list[Record]:
-    """Return the records; [] if the file is missing, or, with a warning, if it is corrupt."""
+    """Return the records; [] if the file is missing, or, with a warning, if it is not readable."""
     try:
         return read()
     except InvalidInput as error:
@@ -157,13 +158,19 @@ def read() -> list[Record]:
         InvalidInput: The file is unreadable or malformed.
     """
     try:
-        document = json.loads(path().read_text(encoding="utf-8"))
+        text = path().read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise InvalidInput(
+            f"{path()} cannot be read and is not used: {describe_error(error)}"
+        ) from error
+    try:
+        document = json.loads(text)
         if document["schema_version"] != SCHEMA_VERSION:
             raise ValueError(f"its schema_version is not {SCHEMA_VERSION}")
         return [_record(entry) for entry in document["records"]]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InvalidInput(
             f"{path()} is not a file of nsa tune and is not used: {describe_error(error)};"
             " nsa tune --reset deletes it"
@@ -219,7 +226,10 @@ def save(records: Iterable[Record]) -> Path:
     Raises:
         NotWritten: The cache directory is not writable, or the disk is full.
     """
-    newest = {(r.device, r.torch, r.shape_class, r.slot): r for r in [*load(), *records]}
+    old: list[Record] = []
+    with contextlib.suppress(InvalidInput):  # a corrupt file is replaced
+        old = read()
+    newest = {(r.device, r.torch, r.shape_class, r.slot): r for r in [*old, *records]}
     document = {
         "schema_version": SCHEMA_VERSION,
         "records": [dataclasses.asdict(r) for r in newest.values()],

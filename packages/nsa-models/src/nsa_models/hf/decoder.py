@@ -264,7 +264,7 @@ def _check_mask(mask: Any, size: torch.Size, cache: NSAModelCache | None) -> Non
 
     Raises:
         InvalidInput: It is no tensor with one entry per token of the cache and of the input, or has
-            other values than 0 and 1.
+            other values than 0 and 1, or it has floats and no 1.
     """
     if mask is None:
         return
@@ -278,11 +278,11 @@ def _check_mask(mask: Any, size: torch.Size, cache: NSAModelCache | None) -> Non
     is_float = mask.is_floating_point()
     if mask.dtype == torch.bool or not has_values(mask) or not (is_float or checks_values(mask)):
         return
-    wrong = mask[mask != mask.bool()]
+    wrong = mask[mask != mask.bool().to(mask.dtype)]
     if is_float and not mask.any():  # all padding, or an additive mask without padding
         wrong = mask
     if wrong.numel():
-        values = wrong.unique()[:4].tolist()
+        values = sorted({*wrong.flatten().tolist()})[:4]
         raise InvalidInput(
             f"attention_mask must be 1 at tokens and 0 at padding, got {values}: pass mask == 0 for"
             " an additive mask (0 marks tokens), position_ids if each token has the number of its"

@@ -123,9 +123,14 @@ class BackendConformance:
         entry = self._entry()
         assert entry.spec is not None  # _entry skips or fails otherwise
         for form in entry.spec.fused:
-            slots = SLOTS[1:] if form == "backward" else SLOTS  # another backend may run cmp
-            if missing := ", ".join(slot for slot in slots if slot not in entry.spec.slots):
-                text = f"is never used without {missing}; offer these slots, or remove it"
+            # Another backend may run cmp, select has no backward, and combine no decode form.
+            if form == "backward":
+                part, slots = "backward", {"sel", "win", "combine"}
+            else:
+                part, slots = "decode", {"cmp", "select", "sel", "win"}
+            offered = {name for name, spec in entry.spec.slots.items() if getattr(spec, part)}
+            if missing := ", ".join(slot for slot in SLOTS if slot in slots - offered):
+                text = f"is never used without {part} of {missing}; offer them, or remove it"
                 _fail_if([f"fused[{form!r}] {text}"], entry.title)
 
     def test_plugin_imports_no_torch(self) -> None:

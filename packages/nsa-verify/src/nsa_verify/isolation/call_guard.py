@@ -62,9 +62,11 @@ class Guard:
             with announced(where, describe(where)):
                 return function(*arguments, **options)
         slot = where[1]
-        inputs = _tensors(
-            [a for i, a in enumerate(arguments) if i not in _WRITTEN.get(slot, ())], options
-        )
+        named = {f"argument {i + 1}": argument for i, argument in enumerate(arguments)}
+        for i in _WRITTEN.get(slot, ()):
+            del named[f"argument {i + 1}"]
+        sources = [(name, t) for name, a in (named | dict(options)).items() for t in _tensors(a)]
+        inputs = [t for _, t in sources]
         if not all(map(_is_plain, inputs)) or torch._C._len_torch_dispatch_stack():
             return self._run(where, function, arguments, options)
         # A graph that is being captured must not wait for the device.
@@ -78,8 +80,8 @@ class Guard:
             changed_state = state.restore()
         faults = _result_faults(results, inputs, slot)
         faults += [
-            f"it changed input {i} in place, {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
-            for i, (t, copy, version) in enumerate(zip(watched, copies, versions))
+            f"it changed {name} in place, {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
+            for (name, t), copy, version in zip(sources, copies, versions)
             if _version(t) != version or not _same_bits(t, copy)
         ]
         faults += [f"it changed {', '.join(changed_state)}"] * bool(changed_state)
