@@ -181,14 +181,14 @@ def test_a_failed_check_is_repeated_by_the_part_of_the_run_with_the_same_cases()
 
 def test_a_failure_is_repeated_with_the_same_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = _finding(False, "row 9 > 4")
-    monkeypatch.setattr(output, "safe_mode", lambda: True)
+    monkeypatch.setattr(output, "_plugin_options", (True, 20.0))
     monkeypatch.setenv("NSA_PLUGINS", "")
     monkeypatch.setenv("NSA_DISABLE_PLUGINS", "fa2, mine")
     monkeypatch.setenv("NSA_CHECK", "1")
     command = _command(_report(finding) | {"interpreted": True}, finding, {})
     assert command == (
         "TRITON_INTERPRET=1 NSA_PLUGINS='' NSA_DISABLE_PLUGINS='fa2, mine' NSA_CHECK=1"
-        " nsa --safe verify --sel mine --win sdpa --device cpu --case 'sel w=3'"
+        " nsa --safe --plugin-limit 20 verify --sel mine --win sdpa --device cpu --case 'sel w=3'"
     )
 
 

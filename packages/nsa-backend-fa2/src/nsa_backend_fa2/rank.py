@@ -1,9 +1,9 @@
-"""The rank of the backend for a request: where FlashAttention-2 is faster than Triton's kernels.
+"""The rank of the backend for a request: where FlashAttention is faster than the other backends.
 
-Measured with sm_80 code on an H200 (benchmarks/rehearse.py): twelve shapes of 8 to 64 heads and 64
-to 256 columns, 1024 to 65536 tokens, bf16, l=32, d=16, w=512. The times are in
-benchmarks/results/h200_as_sm80/branch_ranks.json. Forward and backward of cmp take 2 ms or more on
-fa2 at up to 4096 tokens and 0.5 to 1.1 ms on triton; only long sequences make up for that.
+FlashAttention-2 was measured with sm_80 code on an H200 (benchmarks/rehearse.py): twelve shapes of
+8 to 64 heads and 64 to 256 columns, 1024 to 65536 tokens, bf16, l=32, d=16, w=512. The times are in
+benchmarks/results/h200_as_sm80/branch_ranks.json. Forward and backward of cmp take 1.7 ms or more
+on fa2 at up to 4096 tokens and 0.6 to 1.1 ms on triton; only long sequences make up for that.
 
 On sm_90, flash4_rank.json states from which size on the core is faster with cmp on FlashAttention-4
 than with every other backend. A size is tokens x columns of a head: a call gains time per row and

@@ -69,7 +69,7 @@ def options(
     plugin_limit: Annotated[
         float,
         typer.Option(help="Time limit in seconds for loading each third-party plugin.", min=0.1),
-    ] = 10.0,
+    ] = output.PLUGIN_LIMIT_S,
     version: Annotated[
         bool,
         typer.Option(

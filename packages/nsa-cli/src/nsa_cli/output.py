@@ -62,7 +62,8 @@ _UNWRITABLE = {
 # Depending on its version, typer depends on click or vendors it.
 UsageError: Any = typer.BadParameter.__base__
 ClickError: Any = UsageError.__base__
-_plugin_options = (False, 10.0)
+PLUGIN_LIMIT_S = 10.0
+_plugin_options = (False, PLUGIN_LIMIT_S)
 _EXPECTED_S = 2.0  # weight of the expected time of a run in the time left
 
 
@@ -80,6 +81,13 @@ def set_plugin_options(safe: bool, limit_s: float) -> None:
 def safe_mode() -> bool:
     """Return whether only this project's own plugins are loaded."""
     return _plugin_options[0]
+
+
+def plugin_words() -> list[str]:
+    """Return the options of :func:`set_plugin_options` as words of a command."""
+    safe, limit_s = _plugin_options
+    limit = ["--plugin-limit", f"{limit_s:g}"] if limit_s != PLUGIN_LIMIT_S else []
+    return ["--safe"] * safe + limit
 
 
 def import_with_plugins(module: str) -> None:

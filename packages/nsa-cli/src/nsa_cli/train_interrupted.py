@@ -142,10 +142,10 @@ def _explain(end: str, training: Training, for_all: bool = False) -> None:
 
 def _program(world: World | None) -> list[str]:
     """Return the words that start `nsa train` on the same processes."""
-    safe = ["--safe"] if output.safe_mode() else []
+    plugins = output.plugin_words()
     if world is None or not torchrun.launched():
-        return ["nsa", *safe, "train"]
-    return ["torchrun", "--nproc-per-node", str(world.size), "-m", "nsa_cli", *safe, "train"]
+        return ["nsa", *plugins, "train"]
+    return ["torchrun", "--nproc-per-node", str(world.size), "-m", "nsa_cli", *plugins, "train"]
 
 
 def _typed_options(context: typer.Context, names: list[str]) -> list[str]:

@@ -290,8 +290,7 @@ def _command(report: dict[str, Any], finding: Finding, typed: Mapping[str, objec
         "NSA_CHECK": os.environ.get("NSA_CHECK"),
     }
     settings = [f"{name}={shlex.quote(x)}" for name, x in variables.items() if x is not None]
-    safe = ["--safe"] * output.safe_mode()
-    return " ".join([*settings, "nsa", *safe, "verify", *words])
+    return " ".join([*settings, "nsa", *output.plugin_words(), "verify", *words])
 
 
 def _print_reads(console: Console, report: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ A tile reads 2 BLOCK_M D elements and 2 BLOCK_M fp32 numbers, adds BLOCK_M D fp3
 segment after segment of tokens, so that q, do and dq of a segment stay in L2. Registers allow 2
 programs of 4 warps per multiprocessor. Profiled on an H200 while offsets still had 64 bits, no pipe
 and no memory was above 60 %, so latency is the limit; ordered, where programs do not share
-segments, the limit is L2 at 88 %. A tile therefore takes few instructions: 32-bit offsets unless
+segments, the limit is L2 at 92 %. A tile therefore takes few instructions: 32-bit offsets unless
 INT64_OFFSETS, and one load for lse and delta of its rows.
 
 Distribution of a block's tokens over programs:

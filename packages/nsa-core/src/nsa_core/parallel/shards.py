@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # Time per key of sel and win in units of the time per compressed key of cmp and select together, of
-# forward and backward on an H200 at 64k tokens with 64 query heads, 4 kv heads and head width 128.
+# forward and backward on an H200 at 64k random tokens, with 64 query heads, 4 kv heads and head
+# width 128.
 _KEY_COST = 2
 
 
