@@ -12,6 +12,7 @@ import nsa_core.plan.plan
 from cases import boundaries, inputs, small
 from dense_backend import dense_plan
 from nsa_core import Unsupported, nsa_attention, nsa_attention_with_lse
+from nsa_core.contract import PLANNED_LENGTHS
 from nsa_core.layer.phi.kinds import mean_compress
 from nsa_core.torch_ops.backend_call import record_dispatch
 
@@ -195,6 +196,11 @@ def test_forward_only_plan_is_used_if_no_gradient_is_needed(planned, monkeypatch
         nsa_attention(*tensors, config=CONFIG)
     with torch.no_grad():
         assert torch.equal(nsa_attention(*tensors, config=CONFIG), attend(tensors))
+
+
+def test_a_compiled_layer_needs_fewer_graphs_than_torch_compile_allows():
+    """One for each planned length and grad mode, and the first one, of static sizes."""
+    assert 2 * (1 + len(PLANNED_LENGTHS)) + 1 < torch._dynamo.config.recompile_limit
 
 
 def test_long_sequences_have_their_own_plan(planned, monkeypatch):
