@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from nsa_bench.render import style, words
+from nsa_bench.render import plots_decode, style, words
 from nsa_bench.render.arrange import arrange
 from nsa_bench.render.style import log_ticks, looks_of, plot_style, spread
 from nsa_bench.result import EAGER, Result, read_result
@@ -266,6 +266,17 @@ def test_labels_move_only_as_far_as_they_must():
 def test_a_log_axis_has_at_least_four_ticks():
     assert log_ticks(0.02, 2000) == [0.1, 1, 10, 100, 1000]
     assert log_ticks(3, 150) == [5, 10, 20, 50, 100]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"), [(4e-5, 4, [1e-4, 0.01, 1]), (0.09, 9, [0.1, 0.2, 0.5, 1, 2, 5, 10])]
+)
+def test_long_labels_of_times_leave_every_second_tick_out(low, high, ticks):
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    plots_decode._time_scale(axes, low, high)
+    assert [*axes.get_xticks()] == ticks
     assert log_ticks(12, 50) == [20, 30, 40, 50]
     assert log_ticks(0.31, 0.39) == []
 

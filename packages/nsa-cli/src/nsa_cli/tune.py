@@ -86,11 +86,13 @@ def tune(
     with output.exit_codes():
         if show and reset:
             raise typer.BadParameter("--show prints what --reset deletes: pass one of them")
-        if show or reset:
-            with contextlib.suppress(*[InvalidInput] * reset):  # it deletes a corrupt file, too
+        if show:
+            _print_saved(tuned.read())
+            return
+        if reset:
+            with contextlib.suppress(InvalidInput):  # it deletes a corrupt file, too
                 _print_saved(tuned.read())
-            if reset:
-                _reset()
+            _reset()
             return
         from nsa_bench.shapes import parse_shape
 

@@ -57,7 +57,12 @@ def check_is_plan(plan: object) -> None:
 
 
 def planned_length(tokens: int, varlen: bool) -> int | None:
-    """Return for how many tokens the plan of a call is made; see contract.PLANNED_LENGTHS."""
+    """Return the tokens for which a call is planned: one of contract.PLANNED_LENGTHS, or None.
+
+    Args:
+        tokens: Tokens per sequence, S; torch.compile may have made it symbolic.
+        varlen: Whether the call has packed documents.
+    """
     reaches: Callable[[bool], bool] = bool
     if is_exporting():  # an exported graph has one plan, without a guard on S
         from torch.fx.experimental.symbolic_shapes import statically_known_true as reaches

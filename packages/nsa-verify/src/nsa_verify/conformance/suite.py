@@ -151,7 +151,7 @@ class BackendConformance:
         for point, (device, capability), grad in requests:
             request = point.request(slot, device, capability, grad)
             where = f"{entry.title}, {slot}, {point.label} on {device}{capability or ''}"
-            probed = [probe_candidate(entry, request) for _ in "12"]
+            probed = [probe_candidate(entry, request) for _ in range(2)]
             (first, _), (second, _) = (with_rank(entry, request, one) for one in probed)
             _fail_if(_reason_faults(first.reasons), where)
             if first != second:

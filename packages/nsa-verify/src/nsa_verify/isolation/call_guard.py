@@ -62,9 +62,8 @@ class Guard:
             with announced(where, describe(where)):
                 return function(*arguments, **options)
         slot = where[1]
-        named = {f"argument {i + 1}": argument for i, argument in enumerate(arguments)}
-        for i in _WRITTEN.get(slot, ()):
-            del named[f"argument {i + 1}"]
+        written = _WRITTEN.get(slot, ())
+        named = {f"argument {i + 1}": a for i, a in enumerate(arguments) if i not in written}
         sources = [(name, t) for name, a in (named | dict(options)).items() for t in _tensors(a)]
         inputs = [t for _, t in sources]
         if not all(map(_is_plain, inputs)) or torch._C._len_torch_dispatch_stack():
