@@ -41,7 +41,7 @@ from nsa_bench.environment import machine
 from nsa_bench.render.format import number
 from nsa_bench.render.words import tokens
 from nsa_bench.shapes import PAPER_BLOCKS, parse_lengths, parse_shape
-from nsa_bench.timing import MAX_ROUNDS, MIN_ROUNDS, summarise
+from nsa_bench.timing import MAX_SAMPLES, MIN_SAMPLES, summarise
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
 from nsa_core.errors import NSAError
@@ -293,7 +293,7 @@ def measure(layer: NSAttention, rows: int, world: World, budget_s: float) -> Row
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     samples = [sample()]
-    rounds = min(MAX_ROUNDS, max(MIN_ROUNDS, int(budget_s * 1e3 / samples[0][0])))
+    rounds = min(MAX_SAMPLES, max(MIN_SAMPLES, int(budget_s * 1e3 / samples[0][0])))
     samples += [sample() for _ in range(rounds - 1)]
     totals, forward, backward = (list(column) for column in zip(*samples))
     peak = torch.cuda.max_memory_allocated() if cuda else 0

@@ -2,17 +2,19 @@
 
     python benchmarks/kernels/power.py [64/4/128@65536 ...] [--seconds 3] [--json FILE]
 
-Each argument is a shape and a length. A forward and backward of the core runs back to back, and
-then with pauses of half a second, in bf16 on random inputs, with triton in every slot. Meanwhile
-nvidia-smi reads clock and power 20 times a second. Back to back, the limit may lower the clock;
-after a pause a call begins at the highest clock. The median ms of a call, the median clock and the
-highest power are printed.
+Each argument is a shape and a length. A forward and backward of the core runs back to back, then
+with pauses of half a second, and then in turns with dense attention on cuDNN, in bf16 on random
+inputs, with triton in every slot. Meanwhile nvidia-smi reads clock and power 20 times a second.
+Back to back, the limit may lower the clock; after a pause a call begins at the highest clock; after
+dense attention it begins at the clock that dense attention's power allows. The median ms of a call,
+the median clock and the highest power are printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import shutil
 import statistics
@@ -23,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 from triton_sanitize import leaves
 
 from nsa_bench.environment import machine
@@ -73,9 +77,28 @@ def core(shape: str, length: int) -> Callable[[], Any]:
     return call
 
 
-def measure(call: Callable[[], Any], seconds: float, pause: float, index: int) -> dict[str, float]:
-    """Call repeatedly for ``seconds``, with a pause after each call."""
+def dense(shape: str, length: int) -> Callable[[], Any]:
+    """Return a forward and backward of causal attention on cuDNN."""
+    q, k, v = (
+        x.detach().transpose(1, 2).contiguous().requires_grad_()
+        for x in leaves(parse_shape(shape).config(), length)
+    )
+    do = torch.randn_like(q[..., : v.shape[-1]])
+
+    def call() -> Any:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            o = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return torch.autograd.grad(o, (q, k, v), do)
+
+    return call
+
+
+def measure(
+    call: Callable[[], Any], seconds: float, between: Callable[[], Any], index: int
+) -> dict[str, float]:
+    """Call repeatedly for ``seconds``, and ``between`` after each call."""
     call()
+    between()
     torch.cuda.synchronize()
     times, end = [], time.monotonic() + seconds
     with sampled(index) as found:
@@ -86,9 +109,8 @@ def measure(call: Callable[[], Any], seconds: float, pause: float, index: int) -
             events[1].record()
             torch.cuda.synchronize()
             times.append(events[0].elapsed_time(events[1]))
-            time.sleep(pause)
+            between()
     return {
-        "pause_s": pause,
         "ms": statistics.median(times),
         "clock_mhz": statistics.median(clock for clock, _ in found),
         "max_watts": max(power for _, power in found),
@@ -113,15 +135,20 @@ def main() -> None:
         if not (at and length.isdigit()):
             parser.error(f"{case!r} is not of the form SHAPE@LENGTH, such as {CASES[0]}")
         call = core(shape, int(length))
-        for pause in (0.0, PAUSE_S):
-            row = measure(call, options.seconds, pause, options.gpu)
-            rows.append({"shape": shape, "length": int(length)} | row)
+        between = {
+            "back to back": lambda: None,
+            "pauses": functools.partial(time.sleep, PAUSE_S),
+            "dense attention": dense(shape, int(length)),
+        }
+        for name, other in between.items():
+            row = measure(call, options.seconds, other, options.gpu)
+            rows.append({"shape": shape, "length": int(length), "between": name} | row)
             print(
-                f"{case:16} pause {pause:.1f} s {row['ms']:9.2f} ms {row['clock_mhz']:6.0f} MHz"
+                f"{case:16} {name:15} {row['ms']:9.2f} ms {row['clock_mhz']:6.0f} MHz"
                 f" {row['max_watts']:6.0f} W",
                 flush=True,
             )
-    document = {"kind": "power", "schema_version": 1, "machine": machine("cuda"), "rows": rows}
+    document = {"kind": "power", "schema_version": 2, "machine": machine("cuda"), "rows": rows}
     if options.json is not None:
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

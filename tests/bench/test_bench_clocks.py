@@ -12,13 +12,13 @@ import types
 import pytest
 import torch
 
-from nsa_bench.clocks import CudaClock, may_be_launch_bound
+from nsa_bench.clocks import CpuClock, CudaClock, may_be_launch_bound
 from nsa_bench.compare import compare
 from nsa_bench.crossover import crossovers
 from nsa_bench.render.summary import summary
 from nsa_bench.render.tables import changes_tables, rows_of
 from nsa_bench.result import Measurement, read_result
-from nsa_bench.timing import Performance, Workload, measure
+from nsa_bench.timing import Performance, Prepared, Workload, measure, take_sample
 
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h100"
 
@@ -81,10 +81,10 @@ def test_a_launch_bound_call_is_timed_as_a_graph_and_eagerly(device):
         1.9,
         "",
     )
-    # The first call, which compiles, is not a sample.
+    # The first calls, which compile and decide the method, are no samples.
     assert (performance.eager.method, performance.eager.samples_ms) == (
         "events",
-        [2.4, 2.0, 2.1, 2.1, 2.1],
+        [2.1] * 5,
     )
     assert performance.eager_ms == 2.1
 
@@ -103,6 +103,69 @@ def test_a_call_that_cannot_be_captured_has_a_reason(device):
     slow = timed(ScriptedClock(), (201.0, 100.0))
     assert (slow.method, slow.not_captured) == ("events", "a call takes over 200 ms")
     assert timed(ScriptedClock(), (201.0, 1.0)).not_captured == ""
+
+
+class GpuAtItsPowerLimit:
+    """A clock of calls that take 10 % longer, or less, for 40 ms after a call of the other kind."""
+
+    turns, lead_ms = 3, 50.0
+
+    def __init__(self) -> None:
+        self.last, self.since_ms, self.order = "", 0.0, []
+
+    def run(self, name: str, ms: float, after_other_ms: float) -> float:
+        if name != self.last:
+            self.last, self.since_ms = name, 0.0
+            self.order.append(name)
+        ms = ms if self.since_ms >= 40 else after_other_ms
+        self.since_ms += ms
+        return ms
+
+    def prepare(self, workload):
+        call = workload.make()
+        return Prepared(call, "events", 1, call(), 0)
+
+    def sample(self, call, calls):
+        return call()
+
+
+@pytest.mark.parametrize("lead_ms", [50.0, 0.0])
+def test_samples_of_a_gpu_do_not_depend_on_the_workload_before(lead_ms):
+    clock = GpuAtItsPowerLimit()
+    clock.lead_ms = lead_ms
+    workloads = [
+        Workload("NSA", lambda: lambda: clock.run("NSA", 20.0, 22.0)),
+        Workload("dense", lambda: lambda: clock.run("dense", 30.0, 27.0)),
+    ]
+    outcomes = measure(workloads, clock, budget_s=0.1)
+    samples = {key: outcome.performance.samples_ms for key, outcome in outcomes.items()}
+    if lead_ms:
+        assert samples == {"NSA": [20.0] * 4, "dense": [30.0] * 3}
+    else:  # the times differ without the untimed calls
+        assert samples == {"NSA": [22.0] * 4, "dense": [27.0] * 3}
+    assert clock.order == ["NSA", "dense"] * 4  # prepared, then in three turns
+
+
+@pytest.mark.parametrize(("ms", "calls"), [(0.4, 125), (60.0, 1), (199.0, 1), (200.0, 0)])
+def test_a_turn_begins_with_enough_untimed_calls(ms, calls):
+    clock, made = GpuAtItsPowerLimit(), []
+    prepared = Prepared(lambda: made.append(1) or ms, "events", 1, ms, 0)
+    assert take_sample(clock, prepared, begins_turn=False) == ms
+    assert take_sample(clock, prepared, begins_turn=True) == ms
+    assert len(made) == calls + 2
+
+
+def test_the_samples_of_a_workload_are_spread_over_all_turns(monkeypatch):
+    clock, order = CpuClock(), []
+    monkeypatch.setattr(clock, "sample", lambda call, calls: call())
+    workloads = [
+        Workload(name, lambda name=name, ms=ms: lambda: (order.append(name), ms)[1])
+        for name, ms in (("short", 10.0), ("long", 25.0))
+    ]
+    measure(workloads, clock, budget_s=0.1)
+    preparing = ["short"] * 2 + ["long"] * 2
+    timed = "short long short short long short short short long short short long short short"
+    assert order == preparing + timed.split()
 
 
 class FakeCuda:

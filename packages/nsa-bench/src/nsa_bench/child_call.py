@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from nsa_bench.clocks import EagerClock, clock_for
+from nsa_bench.clocks import LEAD_MS, EagerClock, clock_for
 from nsa_bench.limits import Limits
 from nsa_bench.timing import (
     INTERRUPTED,
@@ -26,6 +26,7 @@ from nsa_bench.timing import (
     TimeUp,
     Workload,
     reason_of,
+    take_sample,
 )
 from nsa_core.errors import NSAError
 from nsa_core.util.child import Child, announced
@@ -93,17 +94,18 @@ class ChildCall:
             RuntimeError: The workload failed; OutOfMemoryError if memory ran out.
         """
         prepared: Prepared = self._receive(self._limits.first_call_s)
-        self._sample_limit_s = self._limits.max_call_s * prepared.calls
+        lead_s = 2e-3 * LEAD_MS  # a call may vary
+        self._sample_limit_s = self._limits.max_call_s * prepared.calls + lead_s
         return dataclasses.replace(prepared, take=self.sample)
 
-    def sample(self) -> float:
-        """Take a sample in the child; return milliseconds per call.
+    def sample(self, *, begins_turn: bool) -> float:
+        """Take a sample in the child, as :func:`nsa_bench.timing.take_sample` does.
 
         Raises:
             TimeUp: A limit or an interruption ended the child.
             RuntimeError: The child ended.
         """
-        self._child.send(_sample)
+        self._child.send(_sample, begins_turn)
         return float(self._receive(self._sample_limit_s))
 
     def end(self) -> None:
@@ -200,12 +202,12 @@ def _prepare(
     return dataclasses.replace(prepared, call=not_here)
 
 
-def _sample() -> float | _Failure:
+def _sample(begins_turn: bool) -> float | _Failure:
     """Take a sample in the child."""
     ((clock, prepared, inference),) = _prepared
     try:
         with torch.inference_mode(inference), announced(_CALL, ""):
-            return clock.sample(prepared.call, prepared.calls)
+            return take_sample(clock, prepared, begins_turn=begins_turn)
     except BaseException as error:  # noqa: BLE001  a third-party kernel may raise anything
         return _Failure(describe_error(error), reason_of(error) == NO_MEMORY)
 

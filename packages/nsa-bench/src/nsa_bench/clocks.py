@@ -4,6 +4,11 @@ CUDA: events around one call. Before each call a buffer larger than the L2 cache
 flushes it (as triton.testing.do_bench does). Launch-bound calls are captured into a CUDA graph and
 replayed, so that the time is the kernels' time.
 
+A GPU at its power limit lowers its clock. After a call that needs more power, a call therefore
+takes up to 17 % longer for some 50 ms, and after one that needs less it takes less. So each turn of
+a workload begins with untimed calls of it, and its samples have the clock that its own power
+allows.
+
 CPU: torch.utils.benchmark over enough calls to fill 5 ms, at a stated thread count. A longer call
 is timed with perf_counter, because Timer would run it three times per sample. Caches stay as the
 previous workload left them.
@@ -23,12 +28,13 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Timer
 
-from nsa_bench.timing import Clock, Prepared, Workload
+from nsa_bench.timing import MAX_SAMPLES, Clock, Prepared, Workload, take_sample
 from nsa_core.util.text import describe_error
 
 HOST_SHARE = 0.05  # largest tolerated share of host launch time in an eagerly timed call
 SLOW_MS = 200.0  # a slower call is warmed up once, and its second run is already a sample
 EAGER_SAMPLES = 5  # eager samples of a captured call
+TURNS, LEAD_MS = 3, 50.0  # of a GPU
 SAMPLE_MS = 5.0  # shortest CPU sample
 HIGHEST_THRESHOLD = 32 << 20  # highest value of glibc's dynamic mmap threshold, in bytes
 
@@ -77,6 +83,8 @@ class CpuClock:
     to four times slower than the same cells later. So the constructor frees a block of almost the
     highest threshold.
     """
+
+    turns, lead_ms = MAX_SAMPLES, 0.0
 
     def __init__(self) -> None:
         torch.empty(HIGHEST_THRESHOLD - (1 << 16), dtype=torch.uint8)
@@ -132,6 +140,8 @@ class CpuClock:
 class CudaClock:
     """Device time on the current CUDA device."""
 
+    turns, lead_ms = TURNS, LEAD_MS
+
     def __init__(self, device: str) -> None:
         properties = torch.cuda.get_device_properties(device)
         size = max(256 << 20, 2 * int(getattr(properties, "L2_cache_size", 0)))
@@ -144,6 +154,7 @@ class CudaClock:
     def _timed(self, call: Callable[[], Any]) -> tuple[float, float]:
         """Return (event time, host launch time) of one call after an L2 flush, in ms."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()  # earlier calls would hide the launches of this one
         self._flush.zero_()
         start.record()
         host_start = time.perf_counter_ns()
@@ -176,7 +187,7 @@ class CudaClock:
         )
         if not may_be_launch_bound(prepared.estimate_ms, prepared.host_ms):
             return prepared
-        eager = [event_ms, second[0], *(self.sample(call, 1) for _ in range(EAGER_SAMPLES - 2))]
+        eager = [take_sample(self, prepared, begins_turn=n == 0) for n in range(EAGER_SAMPLES)]
         replay, prepared.not_captured = self._captured(workload.make)
         if replay is None:
             return prepared
@@ -279,6 +290,7 @@ class EagerClock:
     """Wall time on the current CUDA device: the longer of host launches and kernel execution."""
 
     CALLS = 20
+    turns, lead_ms = TURNS, LEAD_MS
 
     def sample(self, call: Callable[[], Any], calls: int) -> float:
         """Return the milliseconds per call over ``calls`` calls."""

@@ -29,7 +29,7 @@ from nsa_bench.run import Bench, Subject
 from nsa_bench.settings import DecodeSettings, default_cells
 from nsa_bench.timing import (
     FAILED,
-    MIN_ROUNDS,
+    MIN_SAMPLES,
     Clock,
     Outcome,
     Performance,
@@ -44,7 +44,7 @@ from nsa_core.plan.registry import Registry
 from nsa_core.util.text import describe_error
 from nsa_verify.problems.combination import Combination, ready_combinations
 
-REPEATS = 5  # minimum number of rounds; the spread of this many repeats is reported
+REPEATS = 5  # minimum number of samples; the spread of this many repeats is reported
 
 
 class DecodeBench(Bench):
@@ -163,7 +163,7 @@ class DecodeBench(Bench):
                 budget_s=s.budget_s,
                 deadline=self._deadline,
                 limit_s=s.cell_limit_s,
-                min_rounds=MIN_ROUNDS if is_eager else REPEATS,
+                min_samples=MIN_SAMPLES if is_eager else REPEATS,
                 stop=self._stop,
             )
 

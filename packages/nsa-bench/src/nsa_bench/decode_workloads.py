@@ -18,7 +18,7 @@ from nsa_bench.cells import Cell
 from nsa_bench.clocks import CpuClock, CudaClock
 from nsa_bench.result import LAYER, UNFUSED
 from nsa_bench.roofline import Cost
-from nsa_bench.timing import MAX_ROUNDS, Performance, Workload, summarise
+from nsa_bench.timing import MAX_SAMPLES, Performance, Workload, summarise
 from nsa_core.cache.state import NewTokens
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, BlockTables, DecodeCall
@@ -103,7 +103,7 @@ def within_step(
     samples: dict[str, list[float]] = {slot: [] for slot in SLOTS}
     sample, method = clock.slot_times(lambda part_ended: one_by_one(plan, x, part_ended))
     started = time.perf_counter()
-    while len(samples["cmp"]) < MAX_ROUNDS and (
+    while len(samples["cmp"]) < MAX_SAMPLES and (
         len(samples["cmp"]) < 5 or time.perf_counter() < started + budget_s
     ):
         for slot, time_ms in sample().items():

@@ -1,4 +1,4 @@
-"""Timing: the workloads of a cell are sampled in rounds, interleaved.
+"""Timing: the workloads of a cell are sampled in turns.
 
 Drift of the machine (clocks, other jobs) then affects all workloads alike. nsa_bench.clocks takes
 the samples.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +20,7 @@ from typing import Any, Protocol
 from nsa_core.util.interruption import NEVER, Interruption, is_ctrl_c
 from nsa_core.util.text import describe_error
 
-MIN_ROUNDS, MAX_ROUNDS = 3, 20
+MIN_SAMPLES, MAX_SAMPLES = 3, 20
 NOT_MEASURED, FAILED = "not measured", "failed"  # prefixes of reasons
 LATE = f"{NOT_MEASURED}: the time limit was reached"
 INTERRUPTED = f"{NOT_MEASURED}: the run was interrupted"
@@ -109,8 +111,8 @@ class Prepared:
     host_ms: float | None = None
     not_captured: str = ""
     eager: list[float] = dataclasses.field(default_factory=list)
-    # Takes a sample elsewhere; None: the clock takes it.
-    take: Callable[[], float] | None = None
+    # Takes a sample elsewhere, with the keyword of take_sample; None: the clock takes it.
+    take: Callable[..., float] | None = None
 
     def performance(self) -> Performance:
         """Summarise the samples."""
@@ -123,7 +125,15 @@ class Prepared:
 
 
 class Clock(Protocol):
-    """Prepares workloads and takes their samples."""
+    """Prepares workloads and takes their samples.
+
+    Attributes:
+        turns: The number of turns over which the samples of a workload are spread.
+        lead_ms: Milliseconds of untimed calls of a workload before its first sample of a turn.
+    """
+
+    turns: int
+    lead_ms: float
 
     def prepare(self, workload: Workload) -> Prepared:
         """Set up and warm up a workload."""
@@ -139,20 +149,20 @@ def measure(
     budget_s: float,
     deadline: float = float("inf"),
     limit_s: float = float("inf"),
-    min_rounds: int = MIN_ROUNDS,
+    min_samples: int = MIN_SAMPLES,
     stop: Interruption = NEVER,
 ) -> dict[str, Outcome]:
-    """Time all workloads, interleaved in rounds.
+    """Time all workloads, in turns.
 
     Args:
         workloads: The workloads, the most important first.
         clock: Takes the samples.
-        budget_s: Seconds of samples per workload; it sets the number of rounds between
-            ``min_rounds`` and 20.
+        budget_s: Seconds of samples per workload; it sets their number between ``min_samples``
+            and 20.
         deadline: Value of time.monotonic() after which no further workload is prepared and each
             prepared workload gets one sample.
         limit_s: The same limit, in seconds after the start of this call.
-        min_rounds: Minimum number of rounds.
+        min_samples: Minimum number of samples.
         stop: Reports an interruption; after it nothing more is timed.
 
     Returns:
@@ -179,34 +189,44 @@ def measure(
         with _reasons(outcome, stop):
             ready[workload.key] = workload.start() if workload.start else clock.prepare(workload)
             outcome.peak_bytes = ready[workload.key].peak_bytes if workload.measure_memory else None
-    for _ in range(MAX_ROUNDS):
+    for turn in range(1, clock.turns + 1):
         for key, prepared in ready.items():
-            rounds = min(
-                MAX_ROUNDS,
-                max(min_rounds, int(budget_s * 1e3 / (prepared.estimate_ms * prepared.calls))),
-            )
-            if (
-                len(prepared.samples) >= rounds
+            samples = int(budget_s * 1e3 / (prepared.estimate_ms * prepared.calls))
+            samples = min(MAX_SAMPLES, max(min_samples, samples))
+            begins_turn = True
+            while not (
+                len(prepared.samples) >= math.ceil(samples * turn / clock.turns)
                 or outcomes[key].reason
                 or key in ended
                 or (late() and (prepared.samples or stop.received))
             ):
-                continue
-            with _reasons(outcomes[key], stop):
-                prepared.samples.append(
-                    prepared.take()
-                    if prepared.take
-                    else clock.sample(prepared.call, prepared.calls)
-                )
-            if prepared.samples and outcomes[key].reason.startswith(NOT_MEASURED):
-                outcomes[key].reason = ""  # a limit ended a further sample
-                ended.add(key)
+                with _reasons(outcomes[key], stop):
+                    take = prepared.take or functools.partial(take_sample, clock, prepared)
+                    prepared.samples.append(take(begins_turn=begins_turn))
+                begins_turn = False
+                if prepared.samples and outcomes[key].reason.startswith(NOT_MEASURED):
+                    outcomes[key].reason = ""  # a limit ended a further sample
+                    ended.add(key)
     for key, prepared in ready.items():
         if not outcomes[key].reason and not prepared.samples:
             outcomes[key].reason = INTERRUPTED
         if not outcomes[key].reason:
             outcomes[key].performance = prepared.performance()
     return outcomes
+
+
+def take_sample(clock: Clock, prepared: Prepared, *, begins_turn: bool) -> float:
+    """Return the milliseconds per call of one sample.
+
+    Args:
+        clock: Takes the sample.
+        prepared: The workload.
+        begins_turn: Whether another workload may have run before. Then untimed calls come first.
+    """
+    if begins_turn and prepared.estimate_ms < 4 * clock.lead_ms:  # a longer call is its own lead
+        for _ in range(math.ceil(clock.lead_ms / max(prepared.estimate_ms, 1e-3))):
+            prepared.call()
+    return clock.sample(prepared.call, prepared.calls)
 
 
 @contextlib.contextmanager
