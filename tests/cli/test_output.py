@@ -302,8 +302,21 @@ def test_warnings_of_the_compiler_of_flash_attention_4_are_not_shown(monkeypatch
 
     monkeypatch.setattr("nsa_cli.app.main", run)
     monkeypatch.setattr(sys, "warnoptions", [])
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # main replaces it
     __main__.main()
     assert [str(w.message) for w in recwarn] == ["of other.cutlass"]
+
+
+def test_our_warnings_are_sentences_and_those_of_other_code_have_a_source_line(start, tmp_path):
+    file = tmp_path / "cache" / "nsa" / "tuned.json"
+    file.parent.mkdir(parents=True)
+    file.write_text("{")
+    _, shown = start("backends", "list").communicate()
+    assert shown.startswith(f"nsa: warning: {file} is not a file of nsa tune and is not used: ")
+    assert shown.endswith("; nsa tune --reset deletes it\n")
+    assert shown.count("\n") == 1
+    other = output.format_warning("text", UserWarning, "/other/module.py", 3, "f()")
+    assert other == "/other/module.py:3: UserWarning: text\n  f()\n"
 
 
 def test_environment_is_json_and_names_versions():

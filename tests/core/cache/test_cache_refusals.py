@@ -128,7 +128,7 @@ REFUSED = (
     (method("reserve_workspace", 5), f"{ROWS} 5"),
     (lambda _, cache: copy.copy(cache), "not copied or pickled"),
     (lambda _, cache: copy.deepcopy(cache), "not copied or pickled"),
-    (lambda _, cache: pickle.dumps(cache), "not copied or pickled"),
+    (lambda _, cache: pickle.dumps(cache), "another process must run the tokens again"),
 )
 
 

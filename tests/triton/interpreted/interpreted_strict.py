@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 
 from nsa_backend_triton.strict.interpreter import interpreted, strict
+from nsa_backend_triton.strict.memory_model import Violation
 
 
 @triton.jit
@@ -89,6 +93,24 @@ def test_nested_block_has_its_own_counts() -> None:
         assert (inner.programs, outer.programs) == (2, 0)
         copy_rows[(1,)](x, y, 4, STEP=4, SIZE=4)
     assert (inner.programs, outer.programs) == (2, 1)
+
+
+def test_launch_keeps_no_tensor_alive() -> None:
+    """A reference cycle would keep one until Python collects garbage."""
+    x = torch.ones(8)
+    storage = weakref.ref(x.untyped_storage())
+    gc.disable()
+    try:
+        copy_rows[(2,)](x, torch.empty(8), 8, STEP=4, SIZE=4)
+        del x
+        assert storage() is None
+    finally:
+        gc.enable()
+
+
+def test_tensor_of_another_device_is_reported() -> None:
+    with pytest.raises(Violation, match="expected tensors on the CPU, got one on meta"):
+        copy_rows[(1,)](torch.ones(4, device="meta"), torch.empty(4), 4, STEP=4, SIZE=4)
 
 
 def test_cast_comparison_is_an_integer() -> None:

@@ -16,9 +16,11 @@ def main() -> None:
     sys.warnoptions.append(f"ignore:{_NO_NUMPY}")  # for worker processes
     try:
         from nsa_cli.app import main as run
+        from nsa_cli.output import format_warning
     except KeyboardInterrupt:
         print("nsa: interrupted by SIGINT", file=sys.stderr)
         raise SystemExit(130) from None
+    warnings.formatwarning = format_warning
     run()
 
 

@@ -11,6 +11,7 @@ import re
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
@@ -63,6 +64,8 @@ _UNWRITABLE = {
 UsageError: Any = typer.BadParameter.__base__
 ClickError: Any = UsageError.__base__
 PLUGIN_LIMIT_S = 10.0
+_OUR_MODULES = {name.replace("-", "_") for name in OUR_PACKAGES}
+_python_format = warnings.formatwarning
 _plugin_options = (False, PLUGIN_LIMIT_S)
 _EXPECTED_S = 2.0  # weight of the expected time of a run in the time left
 
@@ -339,6 +342,19 @@ def end(code: int, message: str) -> NoReturn:
         except OSError:  # standard error is closed too
             _discard(sys.stderr)
     raise SystemExit(code)
+
+
+def format_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    """Return a warning of ours as a sentence, and one of other code as Python shows it."""
+    if _OUR_MODULES.isdisjoint(Path(filename).parts):
+        return _python_format(message, category, filename, lineno, line)
+    return fitted(escape_control(f"nsa: warning: {message}")) + "\n"
 
 
 def _discard(stream: TextIO) -> None:

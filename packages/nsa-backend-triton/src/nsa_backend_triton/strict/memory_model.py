@@ -71,10 +71,7 @@ class Machine:
         self._stock = {
             name: getattr(interpreter.InterpreterBuilder, name) for name in self._BUILDER
         }
-        self._stock_args, self._stock_call = (
-            interpreter.GridExecutor._init_args_hst,
-            interpreter.GridExecutor.__call__,
-        )
+        self._stock_call = interpreter.GridExecutor.__call__
         self._stock_tensor, self._stock_lang = (
             interpreter._patch_lang_tensor,
             interpreter._patch_lang,
@@ -105,6 +102,7 @@ class Machine:
             interpreter.InterpreterBuilder: {n: method(getattr(self, n)) for n in self._BUILDER},
             interpreter.GridExecutor: {
                 "_init_args_hst": method(self.arguments),
+                "_restore_args_dev": lambda *_: None,  # nothing was copied
                 "__call__": method(self.launch),
             },
             interpreter: {
@@ -303,11 +301,16 @@ class Machine:
         return self._stock["set_grid_idx"](builder, *self._program)
 
     def arguments(self, executor: Any, args: Any, kwargs: Any) -> Any:
-        """Convert a launch's arguments; it may only access the memory of their tensors."""
-        converted = self._stock_args(executor, args, kwargs)
+        """Return a launch's arguments; it may only access the memory of their tensors.
+
+        Triton would copy tensors of other devices, by recursive inner functions. Each is a
+        reference cycle, which keeps the tensors alive until Python collects garbage.
+        """
         self._argument_ranges.clear()
-        for value in [*converted[0], *converted[1].values()]:
+        for value in [*args, *kwargs.values()]:
             tensor = getattr(value, "base", value)
+            if isinstance(tensor, torch.Tensor) and not tensor.is_cpu:
+                raise Violation(f"expected tensors on the CPU, got one on {tensor.device}")
             if isinstance(tensor, torch.Tensor) and tensor.numel():
                 last = sum(
                     (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())
@@ -315,7 +318,7 @@ class Machine:
                 self._argument_ranges.append(
                     (tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size())
                 )
-        return converted
+        return args, kwargs
 
     def launch(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a launch as an event of the profiler."""

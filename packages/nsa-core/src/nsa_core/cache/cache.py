@@ -366,7 +366,8 @@ class NSACache(CacheState):
 
     def __copy__(self) -> NoReturn:
         raise InvalidInput(
-            "an NSACache is not copied or pickled: use snapshot() and load() to copy a sequence"
+            "an NSACache is not copied or pickled, because it belongs to its layer: use snapshot()"
+            " and load() to copy a sequence; another process must run the tokens again"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
