@@ -192,11 +192,6 @@ def test_a_failure_is_repeated_with_the_same_plugins(monkeypatch: pytest.MonkeyP
     )
 
 
-def test_a_failed_count_of_reads_is_repeated_by_a_count() -> None:
-    finding = _finding(False, "a hang") | {"check": "reads", "slot": "", "case": ""}
-    assert _command(_report(finding), finding, {}).endswith("--dtype float32 --seed 3 --reads")
-
-
 @pytest.mark.parametrize("name", ["case 7", "sel 7", "history 2", "S=w", "layer compress=mlp"])
 def test_a_failure_without_a_line_is_repeated_by_the_checks(
     name: str, capsys: pytest.CaptureFixture[str]

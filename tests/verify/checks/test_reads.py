@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import killers
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from nsa_cli.app import app
-from nsa_verify.checks import reads
-from nsa_verify.checks.reads import PAPER_BOUND, count_reads, reads_config
+from nsa_verify.checks.reads import count_reads
 from nsa_verify.problems.cases import TINY, config_of
-from nsa_verify.run import suite
 from toy_forms import subject
 
 CONFIG = config_of(4, 2, 16, 16, TINY)  # l=8 d=4 l'=16 n=4 w=24
@@ -80,66 +74,3 @@ def test_keys_and_values_are_counted_separately():
     ]
     assert [(r.counted_values, r.counted_keys) for r in entries] == [(30, 28)] * 2
     assert not entries[0].ok
-
-
-def test_bytes_of_the_reads():
-    (cmp, _, sel, *_) = count_reads(subject(), config_of(6, 2, 16, 8, TINY), 40, torch.bfloat16)
-    # select reads k_cmp again
-    assert (cmp.predicted, cmp.distinct_bytes, cmp.again_bytes) == (
-        9,
-        9 * 24 * 2,
-        9 * 16 * 2,
-    )
-    assert (sel.predicted, sel.distinct_bytes, sel.again_bytes, sel.shared_bytes) == (
-        40,
-        40 * 48,
-        0,
-        2 * 40 * 48,
-    )
-
-
-def test_prediction_is_one_below_table_4_of_the_paper():
-    for length, bound in PAPER_BOUND.items():
-        assert predicted_total(reads_config(), length) == bound - 1
-
-
-@pytest.mark.slow
-def test_verify_prints_the_table_of_reads(tmp_path, monkeypatch):
-    monkeypatch.setattr(reads, "LENGTHS", (33,))
-    monkeypatch.setattr(reads, "PAPER_BOUND", {33: 67})
-    monkeypatch.setattr(suite, "jobs", lambda *_, **__: [])
-    report = tmp_path / "report.json"
-    arguments = [
-        "verify",
-        "--device",
-        "cpu",
-        "--reads",
-        "--phase",
-        "decode",
-        "--dtype",
-        "float32",
-        "--json",
-        str(report),
-    ]
-    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-    assert result.exit_code == 0, result.output
-    assert "the paper's Table 4: 67" in result.output
-    assert "6 checks passed, 0 failed" in result.output
-    rows = json.loads(report.read_text())["reads"]
-    assert [(row["branch"], row["counted_values"]) for row in rows[::2]] == [
-        ("cmp", 1),
-        ("sel", 33),
-        ("win", 33),
-    ]
-    monkeypatch.setattr(reads, "_predicted", lambda *_: [{0}] * 2)
-    result = CliRunner().invoke(app, arguments[:-2], env={"COLUMNS": "200"})
-    assert result.exit_code == 1
-    assert "too many" in result.output
-
-
-def test_reads_without_decode_forms_exit_with_unavailable(monkeypatch):
-    monkeypatch.setattr(suite, "jobs", lambda *_, **__: [])
-    result = CliRunner().invoke(
-        app, ["verify", "--device", "cpu", "--reads", "--phase", "decode", "--win", "fa2"]
-    )
-    assert result.exit_code == 3

@@ -86,15 +86,6 @@ def verify(
             ),
         ),
     ] = None,
-    reads: Annotated[
-        bool,
-        advanced(
-            "--reads",
-            help=(
-                "Also count the cached tokens that a decode step reads, by changing cached values."
-            ),
-        ),
-    ] = False,
     every: Annotated[
         bool,
         typer.Option(
@@ -187,7 +178,6 @@ def verify(
             text=content,
             seed=seed,
             phase=phase,
-            reads=reads,
             jobs=jobs,
             job_timeout=job_timeout,
             cases=cases,

@@ -19,21 +19,19 @@ from nsa_core.config import NSAConfig
 from nsa_core.contract import BRANCHES
 from nsa_core.plan.plan import Plan
 from nsa_verify.checks.under_test import StepUnderTest, step_check
-from nsa_verify.problems.cases import PAPER, Case, config_of
+from nsa_verify.problems.cases import Case
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import Finding
 from nsa_verify.problems.step_data import StepData, step_data
 from nsa_verify.problems.step_runs import Results, decode_plan, run_step
 from nsa_verify.problems.steps import Step
 
-PAPER_BOUND = {8192: 2048, 16384: 2560, 32768: 3584, 65536: 5632}  # the paper's Table 4
 CHUNK = 256  # copies per call
 _VALUE = 1e4  # added to a value
 _SCORE = 25.0  # added to the score of a key for the first head of its group
 # Small queries make the weights nearly uniform, so that each row that is read changes o by more
 # than _VALUE / keys / 100.
 _SHARPNESS = 0.25
-LENGTHS = (1, 31, 32, 47, 48, 64, 511, 512, 513, 1024, 8192)  # tokens in `nsa verify --reads`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,33 +41,20 @@ class Reads:
     Attributes:
         branch: cmp, sel or win.
         kv_head: Index of the kv head.
-        length: Tokens of the sequence.
         predicted: Predicted number of tokens; compressed tokens for cmp.
         counted_values: Number of tokens whose values were read.
         counted_keys: Number of tokens whose keys were read.
         ok: Whether both sets equal the predicted set.
-        distinct_bytes: Bytes of the distinct keys and values.
-        again_bytes: Bytes that another slot reads again (select reads the keys of cmp).
-        shared_bytes: Bytes that the other heads of the group would read without sharing.
         detail: Differences from the predicted set; empty if ``ok``.
     """
 
     branch: str
     kv_head: int
-    length: int
     predicted: int
     counted_values: int
     counted_keys: int
     ok: bool
-    distinct_bytes: int
-    again_bytes: int
-    shared_bytes: int
     detail: str = ""
-
-
-def reads_config() -> NSAConfig:
-    """Return the paper's block sizes with few and narrow heads."""
-    return config_of(4, 2, 16, 16, PAPER)
 
 
 def count_reads(
@@ -107,9 +92,7 @@ def count_reads(
         values = _experiment(plan, branch, "v", data, results, chunk)
         keys = _experiment(plan, branch, "k", data, results, chunk)
         for g in range(config.n_kv_heads):
-            entries.append(
-                _entry(branch, g, length, config, dtype, predicted[g], values[g], keys[g])
-            )
+            entries.append(_entry(branch, g, predicted[g], values[g], keys[g]))
     return entries
 
 
@@ -206,18 +189,8 @@ def _changed(row: torch.Tensor, kind: str, data: StepData) -> torch.Tensor:
 
 
 def _entry(
-    branch: str,
-    kv_head: int,
-    length: int,
-    config: NSAConfig,
-    dtype: torch.dtype,
-    predicted: set[int],
-    values: set[int],
-    keys: set[int],
+    branch: str, kv_head: int, predicted: set[int], values: set[int], keys: set[int]
 ) -> Reads:
-    size, count = dtype.itemsize, len(values | keys)
-    distinct = count * (config.qk_dim + config.v_dim) * size
-    again = count * config.qk_dim * size if branch == "cmp" else 0
     differences = [
         f"{kind} of {len(read - predicted)} token(s) too many {sorted(read - predicted)[:4]}, "
         f"{len(predicted - read)} too few {sorted(predicted - read)[:4]}"
@@ -227,13 +200,9 @@ def _entry(
     return Reads(
         branch,
         kv_head,
-        length,
         len(predicted),
         len(values),
         len(keys),
         not differences,
-        distinct,
-        again,
-        distinct * (config.n_heads // config.n_kv_heads - 1),
         "; ".join(differences),
     )
