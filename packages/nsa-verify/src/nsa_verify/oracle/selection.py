@@ -150,37 +150,6 @@ def _terms(p: torch.Tensor, length: int, geometry: BlockGeometry) -> torch.Tenso
     return terms
 
 
-def scores(
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    lse: torch.Tensor,
-    geometry: BlockGeometry,
-    scale: float,
-    *,
-    cu_seqlens: torch.Tensor | None = None,
-    rows: Rows = None,
-    first_query: int | None = None,
-) -> torch.Tensor:
-    """Compute the group scores (Eq. 10); arguments as in :func:`row_scores`.
-
-    Returns:
-        float64 [B, S, G, NB], packed [T, G, NB] with the largest NB of a document. Scores are 0 in
-        rows that are not evaluated, for future blocks, and without a visible compressed token.
-    """
-    queries, size = queries_of(q, cu_seqlens, first_query), geometry.select_block_size
-    counts = [q.shape[-3]] * len(queries.first)
-    if queries.bounds is not None:
-        counts = [b - a for a, b in itertools.pairwise(queries.bounds)]
-    ends = [first + count for first, count in zip(queries.first, counts) if count]
-    blocks = max((len(range(0, end, size)) for end in ends), default=0)
-    out = torch.zeros((*q.shape[:-2], k_cmp.shape[-2], blocks), dtype=torch.float64)
-    call: dict[str, Any] = {"cu_seqlens": cu_seqlens, "rows": rows, "first_query": first_query}
-    for row in row_scores(q, k_cmp, lse, geometry, scale, **call):
-        group = row.per_group()
-        out[_index(row, cu_seqlens)][: len(group)] = group
-    return out
-
-
 def _index(row: RowScores, cu_seqlens: torch.Tensor | None) -> tuple[int, ...]:
     """Return the index of ``row`` in the leading axes [B, S, G], or [T, G] if packed."""
     packed = (row.row, row.kv_head)
