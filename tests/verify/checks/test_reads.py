@@ -6,6 +6,7 @@ import killers
 import pytest
 import torch
 
+from nsa_verify.checks import reads
 from nsa_verify.checks.reads import count_reads
 from nsa_verify.problems.cases import TINY, config_of
 from toy_forms import subject
@@ -28,15 +29,16 @@ def predicted_total(config, length):
 @pytest.mark.few_cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("length", [1, 7, 8, 11, 12, 17, 24, 25, 77])
-def test_counted_reads_equal_the_prediction(length, dtype):
-    entries = count_reads(subject(), CONFIG, length, dtype, chunk=50)
+def test_counted_reads_equal_the_prediction(length, dtype, monkeypatch):
+    monkeypatch.setattr(reads, "CHUNK", 50)
+    entries = list(count_reads(subject(), CONFIG, length, dtype))
     assert [(r.branch, r.kv_head) for r in entries] == [
         (b, g) for b in ("cmp", "sel", "win") for g in (0, 1)
     ]
     for entry in entries:
-        assert entry.ok, entry
-        assert entry.predicted == entry.counted_values == entry.counted_keys
-    predicted = {r.branch: r.predicted for r in entries}
+        assert not entry.difference, entry
+        assert entry.predicted == entry.values == entry.keys
+    predicted = {r.branch: len(r.predicted) for r in entries}
     assert predicted["cmp"] == max(0, (length - 8) // 4 + 1)
     assert predicted["win"] == min(24, length)
     assert sum(predicted.values()) == predicted_total(CONFIG, length)
@@ -58,11 +60,9 @@ def test_one_token_too_many_or_too_few_is_found(slot, form, count, detail):
         for r in count_reads(subject(**{slot: form}), CONFIG, 69, torch.float32)
         if r.branch == slot
     ]
-    assert [(r.ok, r.counted_values, r.counted_keys) for r in entries] == [
-        (False, count, count)
-    ] * 2
-    assert f"values of {detail}" in entries[0].detail
-    assert f"keys of {detail}" in entries[0].detail
+    assert [(len(r.values), len(r.keys)) for r in entries] == [(count, count)] * 2
+    assert f"values of {detail}" in entries[0].difference
+    assert f"keys of {detail}" in entries[0].difference
     killers.expect("decode reads", form, f"decode reads, {slot}")
 
 
@@ -72,5 +72,5 @@ def test_keys_and_values_are_counted_separately():
         for r in count_reads(subject(sel="sel_with_an_unread_key"), CONFIG, 30, torch.float32)
         if r.branch == "sel"
     ]
-    assert [(r.counted_values, r.counted_keys) for r in entries] == [(30, 28)] * 2
-    assert not entries[0].ok
+    assert [(len(r.values), len(r.keys)) for r in entries] == [(30, 28)] * 2
+    assert entries[0].difference

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -34,37 +35,38 @@ _SCORE = 25.0  # added to the score of a key for the first head of its group
 _SHARPNESS = 0.25
 
 
-@dataclasses.dataclass(frozen=True)
-class Reads:
-    """The tokens that one branch reads for one kv head in a step.
+class Reads(NamedTuple):
+    """The tokens that one branch reads for one kv head in a step; compressed tokens for cmp.
 
     Attributes:
         branch: cmp, sel or win.
         kv_head: Index of the kv head.
-        predicted: Predicted number of tokens; compressed tokens for cmp.
-        counted_values: Number of tokens whose values were read.
-        counted_keys: Number of tokens whose keys were read.
-        ok: Whether both sets equal the predicted set.
-        detail: Differences from the predicted set; empty if ``ok``.
+        predicted: The predicted tokens.
+        values: The tokens whose values were read.
+        keys: The tokens whose keys were read.
     """
 
     branch: str
     kv_head: int
-    predicted: int
-    counted_values: int
-    counted_keys: int
-    ok: bool
-    detail: str = ""
+    predicted: set[int]
+    values: set[int]
+    keys: set[int]
+
+    @property
+    def difference(self) -> str:
+        """The differences from the predicted tokens; empty if there are none."""
+        predicted = self.predicted
+        return "; ".join(
+            f"{kind} of {len(read - predicted)} token(s) too many {sorted(read - predicted)[:4]}, "
+            f"{len(predicted - read)} too few {sorted(predicted - read)[:4]}"
+            for kind, read in (("values", self.values), ("keys", self.keys))
+            if read != predicted
+        )
 
 
 def count_reads(
-    combination: Combination,
-    config: NSAConfig,
-    length: int,
-    dtype: torch.dtype,
-    *,
-    chunk: int = CHUNK,
-) -> list[Reads]:
+    combination: Combination, config: NSAConfig, length: int, dtype: torch.dtype
+) -> Iterator[Reads]:
     """Count the reads of a step of one token, with pages of one selection block.
 
     Args:
@@ -72,10 +74,9 @@ def count_reads(
         config: Configuration of the layer.
         length: Tokens of the sequence.
         dtype: Dtype of q, keys and values.
-        chunk: Copies per call.
 
-    Returns:
-        One entry per branch and kv head.
+    Yields:
+        The reads of each branch and kv head.
 
     Raises:
         Unsupported: The combination has no decode forms.
@@ -86,14 +87,11 @@ def count_reads(
     plan, data = decode_plan(combination, step, dtype), step_data(step, dtype, combination.device)
     data = dataclasses.replace(data, stores={n: x.nan_to_num(0.0) for n, x in data.stores.items()})
     results = run_step(plan, data)
-    entries = []
     for branch in BRANCHES:
         predicted = _predicted(branch, config, length, results["select"][0][0, 0])
-        values = _experiment(plan, branch, "v", data, results, chunk)
-        keys = _experiment(plan, branch, "k", data, results, chunk)
+        values, keys = (_experiment(plan, branch, kind, data, results) for kind in "vk")
         for g in range(config.n_kv_heads):
-            entries.append(_entry(branch, g, predicted[g], values[g], keys[g]))
-    return entries
+            yield Reads(branch, g, predicted[g], values[g], keys[g])
 
 
 @step_check("decode reads")
@@ -104,8 +102,8 @@ def reads(subject: StepUnderTest) -> Iterator[Finding]:
     for length in subject.step.lengths:
         for entry in count_reads(subject.combination, subject.case.config, length, subject.dtype):
             quantity = f"kv head {entry.kv_head}, {length} tokens"
-            detail = entry.detail or f"{entry.predicted} predicted and counted"
-            yield subject.finding(entry.branch, quantity, entry.ok, detail=detail)
+            detail = entry.difference or f"{len(entry.predicted)} predicted and counted"
+            yield subject.finding(entry.branch, quantity, not entry.difference, detail=detail)
 
 
 def _predicted(branch: str, config: NSAConfig, length: int, blocks: torch.Tensor) -> list[set[int]]:
@@ -124,7 +122,7 @@ def _predicted(branch: str, config: NSAConfig, length: int, blocks: torch.Tensor
 
 
 def _experiment(
-    plan: Plan, branch: str, kind: str, data: StepData, results: Results, chunk: int
+    plan: Plan, branch: str, kind: str, data: StepData, results: Results
 ) -> list[set[int]]:
     """Return the tokens of each kv head whose change in the "k" or "v" store changes the output."""
     store, groups = data.stores[f"{kind}_{branch}"], data.stores[f"k_{branch}"].shape[2]
@@ -133,8 +131,7 @@ def _experiment(
     o, lse = (x.double() for x in results[branch])
     read: list[set[int]] = [set() for _ in range(groups)]
     length = int(data.call.lengths[0])
-    for first in range(0, total, chunk):
-        rows = torch.arange(first, min(first + chunk, total), device=store.device)
+    for rows in torch.arange(total, device=store.device).split(CHUNK):
         o_, lse_ = (x.double() for x in _run_copies(plan, branch, kind, data, results, rows))
         changed = (o_ - o).abs().amax((1, 3)) > 0.01 + 0.01 * o.abs().amax((1, 3))  # [copies, Hq]
         if kind == "k":
@@ -186,23 +183,3 @@ def _changed(row: torch.Tensor, kind: str, data: StepData) -> torch.Tensor:
     first = heads[:, 0].double()  # [G, Dk]
     delta = first * (_SCORE / data.call.scale) / first.square().sum(-1, keepdim=True)
     return (row.double() + delta).to(row.dtype)
-
-
-def _entry(
-    branch: str, kv_head: int, predicted: set[int], values: set[int], keys: set[int]
-) -> Reads:
-    differences = [
-        f"{kind} of {len(read - predicted)} token(s) too many {sorted(read - predicted)[:4]}, "
-        f"{len(predicted - read)} too few {sorted(predicted - read)[:4]}"
-        for kind, read in (("values", values), ("keys", keys))
-        if read != predicted
-    ]
-    return Reads(
-        branch,
-        kv_head,
-        len(predicted),
-        len(values),
-        len(keys),
-        not differences,
-        "; ".join(differences),
-    )
