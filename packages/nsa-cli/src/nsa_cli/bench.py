@@ -403,10 +403,8 @@ def _settings(
 
 def _read_text(path: Path | None, min_bytes: int) -> tuple[str, bytes]:
     """Return (name, bytes) of the file; None reads the documentation that ships with Python."""
-    from nsa_cli.verify import read_text
-
     if path is not None:
-        return read_text(path)
+        return path.name, read_file("--text", path)
     import platform
 
     from nsa_bench.python_docs import library_text

@@ -33,7 +33,6 @@ class RunOptions:
         dtypes: Dtypes of the checks.
         only_accepted: Leave out dtypes that every combination refuses.
         preset: "quick" or "full"; kernels that need an interpreter run "interpreter" instead.
-        text: Name and bytes of the text of the real case.
         seed: Seed of all random numbers.
         phase: "prefill", "decode" or "both".
         jobs: Processes; None chooses by device.
@@ -47,7 +46,6 @@ class RunOptions:
     dtypes: Sequence[torch.dtype]
     only_accepted: bool
     preset: str
-    text: tuple[str, bytes]
     seed: int
     phase: str
     jobs: int | None
@@ -67,6 +65,8 @@ def run_combinations(
 
     After a signal (``stop``), the reports hold the checks that had ended by then.
     """
+    from importlib.metadata import metadata
+
     import torch
 
     from nsa_verify.drawn.jobs import count_cases
@@ -82,8 +82,8 @@ def run_combinations(
     interpreted = any(map(needs_judge_context, combos))
     if interpreted:
         options = dataclasses.replace(options, preset="interpreter")
-    if interpreted or options.only is not None or phase == "decode":  # no check reads the text
-        options = dataclasses.replace(options, text=("none", b""))
+    has_text = not (interpreted or options.only is not None or phase == "decode")
+    text = str(metadata("nsa-core").json["description"]).encode() if has_text else b""
     plans = [plan_one(combination, dtypes, options.preset, phase) for combination in combos]
     if options.only_accepted:
         candidates = dtypes[:2] if interpreted else dtypes
@@ -98,7 +98,7 @@ def run_combinations(
         suite_jobs = suite.jobs(
             options.preset,
             dtypes,
-            text=options.text[1] or None,
+            text=text or None,
             seed=options.seed,
             phase=phase,
             cases_per_slot=options.cases,
@@ -116,7 +116,7 @@ def run_combinations(
             stop=stop,
             advance=advance,
         )
-    common = _common(options, dtypes, interpreted, results.peak_bytes)
+    common = _common(options, dtypes, text, interpreted, results.peak_bytes)
     checks, reports = len(suite_jobs), []
     for index, (named, plan) in enumerate(zip(combinations, plans)):
         findings = results.findings[index]
@@ -140,7 +140,11 @@ def run_combinations(
 
 
 def _common(
-    options: RunOptions, dtypes: Sequence[torch.dtype], interpreted: bool, peak_bytes: int
+    options: RunOptions,
+    dtypes: Sequence[torch.dtype],
+    text: bytes,
+    interpreted: bool,
+    peak_bytes: int,
 ) -> dict[str, Any]:
     """Return the fields that the reports of all combinations share."""
     import torch
@@ -157,7 +161,7 @@ def _common(
         "phase": options.phase,
         "seed": options.seed,
         "shard": "/".join(map(str, options.shard)) if options.shard else None,
-        "text": {"name": options.text[0], "bytes": len(options.text[1])},
+        "text": {"name": "description of nsa-core" if text else "none", "bytes": len(text)},
         "environment": output.environment(),
         "peak_memory_bytes": (max(peak_bytes, torch.cuda.max_memory_allocated()) if cuda else None),
     }
