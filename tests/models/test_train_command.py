@@ -374,6 +374,19 @@ def test_a_resumed_run_opens_the_data_that_its_folder_names(nsa, text, tmp_path,
     assert (resumed.code, f"opened {text}" in "".join(resumed.err.split("\n  "))) == (2, True)
 
 
+def test_a_resumed_run_refuses_other_data(nsa, tmp_path):
+    data, out = tmp_path / "data", str(tmp_path / "run")
+    data.mkdir()
+    for name in "abcd":
+        (data / f"{name}.txt").write_text(f"document {name} and so on, " * 100)
+    assert nsa("train", "--out", out, "--data", str(data), "--steps", "1", *SMALL).code == 0
+    (data / "a.txt").write_text("another document")
+    resumed = nsa("train", "--out", out, "--device", "cpu", "--resume", "--steps", "2")
+    message = " ".join(resumed.err.split())
+    assert (resumed.code, "the data has changed since the run was saved" in message) == (2, True)
+    assert f"start another run from its weights with --checkpoint {out}" in message
+
+
 def test_an_altered_run_is_refused_by_every_command(nsa, text, tmp_path):
     run, new = str(tmp_path / "run"), str(tmp_path / "new")
     dense = str(tmp_path / "dense")

@@ -80,7 +80,6 @@ def train(
     backends: Backends = "auto",
     checkpoint: options.Checkpoint = None,
     resume: options.Resume = False,
-    allow_other_data: options.AllowOtherData = False,
     force: options.Force = False,
     png: options.Png = None,
     svg: options.Svg = None,
@@ -231,8 +230,6 @@ def _check_options(values: Mapping[str, Any], typed: Set[str]) -> None:
             raise InvalidInput(
                 f"{as_options(repeated)}: set by the folder of {option}; {leave_out(repeated)}"
             )
-    if values["allow_other_data"] and not resume:
-        raise InvalidInput("--allow-other-data: only with --resume; leave it out")
     plots = {f"--{kind}": values[kind] for kind in ("png", "svg")}
     output.check_files(plots, values["force"] or resume)
 
@@ -284,7 +281,7 @@ def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Traine
         _check_tokens(spec, tokenizer, folder, "--checkpoint" if training is None else "--resume")
     data = open_data(spec, tokenizer)
     if training is not None:
-        _check_data(data, training.corpus, values["allow_other_data"], world)
+        _check_data(data, training.corpus, out, world)
     model = _model(values, data.vocab_size, folder, world, recipe.parallel)
     trainer = Trainer(model, data, recipe, world, folder, resume)
     trainer.plan()  # a backend that cannot run is refused before anything is written
@@ -309,20 +306,15 @@ def _recipe(values: Mapping[str, Any]) -> Recipe:
     )
 
 
-def _check_data(data: Data, saved: Fingerprint, allowed: bool, world: World) -> None:
-    """Refuse to resume on other data, or say that it is another one."""
+def _check_data(data: Data, saved: Fingerprint, out: Path, world: World) -> None:
+    """Refuse to resume on other data."""
     # One process reads the files.
-    if not (changes := world.collect(data.changes(saved) if world.rank == 0 else [])[0]):
-        return
-    shown = "; ".join(changes[:4]) + (f"; and {len(changes) - 4} more" if changes[4:] else "")
-    if not allowed:
+    if changes := world.collect(data.changes(saved) if world.rank == 0 else [])[0]:
+        shown = "; ".join(changes[:4]) + (f"; and {len(changes) - 4} more" if changes[4:] else "")
         raise InvalidInput(
-            f"the data has changed since the run was saved: {shown}. Put the data back, or go on"
-            " with --allow-other-data"
+            f"the data has changed since the run was saved: {shown}. Put the data back, or start"
+            f" another run from its weights with --checkpoint {out}"
         )
-    if world.rank == 0:
-        text = f"The run goes on with other data (--allow-other-data): {shown}"
-        output.print_text(output.console(stderr=True), text)
 
 
 def _check_tokens(
