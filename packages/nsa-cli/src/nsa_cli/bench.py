@@ -28,6 +28,7 @@ from nsa_cli.choices import (
     pairs_of_backends,
     pick_device,
     read_file,
+    read_text,
     some_of,
     split_commas,
 )
@@ -387,7 +388,7 @@ def _settings(
     values = {name: parsers[name](words) for name, words in defaults.items()} | values
     name, content = "", b""
     if "real" in input_kinds:
-        name, content = _read_text(text, numbers["batch"] * max(values["lengths"]))
+        name, content = read_text(text, numbers["batch"] * max(values["lengths"]))
     return Settings(
         **values,
         inputs=input_kinds,
@@ -399,17 +400,6 @@ def _settings(
         checkpoints=checkpoints,
         **numbers,
     )
-
-
-def _read_text(path: Path | None, min_bytes: int) -> tuple[str, bytes]:
-    """Return (name, bytes) of the file; None reads the documentation that ships with Python."""
-    if path is not None:
-        return path.name, read_file("--text", path)
-    import platform
-
-    from nsa_bench.python_docs import library_text
-
-    return f"documentation of Python {platform.python_version()}", library_text(min_bytes)
 
 
 def _run(bench: Bench, stop: Interruption, files: _Files) -> int:

@@ -21,7 +21,6 @@ from nsa_cli.choices import (
     as_options,
     check_checkpoint,
     errors_name_options,
-    is_cpu,
     leave_out,
     one_dtype,
     options_on_command_line,
@@ -128,7 +127,7 @@ def _world(
     with errors_name_options(named):
         _check_launched(values, training.typed)
         _check_options(values, training.typed)
-        if is_cpu(values["device"]) and not torchrun.launched():
+        if values["device"] == "cpu" and not torchrun.launched():
             check_graph(values["graph"], 1, "cpu")
         _check_folder(values["out"], values["resume"], values["force"])
         if values["tokenizer"] is not None:

@@ -98,21 +98,13 @@ def row_scores(
 ) -> Iterator[RowScores]:
     """Yield the scores of every evaluated token and kv head (Eq. 8 and the terms of Eq. 9).
 
-    The probabilities are p = exp(scale q.k_cmp - lse) over the visible compressed tokens.
+    The probabilities are p = exp(scale q.k_cmp - lse) over the visible compressed tokens. The
+    arguments after lse, and the errors, are those of :func:`nsa_verify.oracle.branches.cmp`.
 
     Args:
         q: Queries [B, S, Hq, Dk], packed [T, Hq, Dk].
         k_cmp: Compressed keys [B, n_c, G, Dk], packed [T // d, G, Dk].
         lse: Log-sum-exp of the cmp branch [B, Hq, S], packed [Hq, T].
-        geometry: Block sizes.
-        scale: Softmax scale.
-        cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
-        rows: Rows of q to evaluate; None evaluates all.
-        first_query: Position of row 0 of q, if q holds only some rows: see "Queries inside a
-            sequence" in nsa_core.contract. None: whole sequences.
-
-    Raises:
-        InvalidInput: The scores exceed the size limit of the oracle; pass ``rows``.
     """
     queries = queries_of(q, cu_seqlens, first_query)
     bounds = queries.bounds

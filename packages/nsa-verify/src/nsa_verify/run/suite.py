@@ -169,7 +169,6 @@ _STEP_CHECKS = (
     _CheckSize("decode reads", reads.reads, 1 << 11, 1 << 11, 0),
     _CheckSize("decode dispatch", decode_invariants.dispatch, 1 << 10, 1 << 10, 1 << 8, dtypes=2),
 )
-PHASES = ("prefill", "decode", "both")
 
 
 def jobs(
