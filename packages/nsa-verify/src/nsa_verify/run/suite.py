@@ -190,9 +190,6 @@ def jobs(
         seed: Seed of every case.
         phase: "prefill", "decode" or "both".
         cases_per_slot: Drawn cases of each slot; None takes the whole design of the preset.
-
-    Raises:
-        InvalidInput: ``text`` is empty.
     """
     listed: list[Job] = []
     if phase != "decode":
