@@ -23,12 +23,12 @@ from nsa_cli.choices import (
     as_options,
     block_sizes,
     dtype_names,
-    leave_out,
     options_on_command_line,
     pairs_of_backends,
     pick_device,
     read_file,
     read_text,
+    refuse_options,
     some_of,
     split_commas,
 )
@@ -374,9 +374,9 @@ def _settings(
     for combo in combos:
         pairs_of_backends(combo, "--combo")
     input_kinds = some_of("--inputs", inputs, ("random", "real"))
-    files = {"--text": text is not None, "--checkpoint": bool(checkpoints)}
-    if "real" not in input_kinds and (unused := [name for name in files if files[name]]):
-        raise InvalidInput(f"{', '.join(unused)}: only with --inputs real; {leave_out(unused)}")
+    if "real" not in input_kinds:
+        files = ["text"] * (text is not None) + ["checkpoint"] * bool(checkpoints)
+        refuse_options(files, "only with --inputs real")
     if text is not None:
         read_file("--text", text)
     for path in checkpoints:

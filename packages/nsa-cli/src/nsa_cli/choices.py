@@ -132,9 +132,15 @@ def as_options(names: Sequence[str]) -> str:
     return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
-def leave_out(names: Sequence[str]) -> str:
-    """Return the end of a message that refuses the options ``names``."""
-    return "leave it out" if len(names) == 1 else "leave them out"
+def refuse_options(names: Sequence[str], why: str) -> None:
+    """Refuse the options of these parameters, which have no effect here.
+
+    Raises:
+        InvalidInput: There are any.
+    """
+    if names:
+        fix = "leave it out" if len(names) == 1 else "leave them out"
+        raise InvalidInput(f"{as_options(names)}: {why}; {fix}")
 
 
 @contextlib.contextmanager

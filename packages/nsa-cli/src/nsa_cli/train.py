@@ -21,12 +21,12 @@ from nsa_cli.choices import (
     as_options,
     check_checkpoint,
     errors_name_options,
-    leave_out,
     one_dtype,
     options_on_command_line,
     parse_backends,
     pick_device,
     read_file,
+    refuse_options,
 )
 from nsa_cli.extras import TASKS, libraries_of_data, need_extras
 from nsa_core.errors import InvalidInput
@@ -225,10 +225,8 @@ def _check_options(values: Mapping[str, Any], typed: Set[str]) -> None:
     decided = [("--resume", resume, options.OF_RUN)]
     decided += [("--checkpoint", values["checkpoint"] is not None, options.OF_MODEL)]
     for option, given, names in decided:
-        if given and (repeated := [name for name in names if name in typed]):
-            raise InvalidInput(
-                f"{as_options(repeated)}: set by the folder of {option}; {leave_out(repeated)}"
-            )
+        if given:
+            refuse_options([x for x in names if x in typed], f"set by the folder of {option}")
     plots = {f"--{kind}": values[kind] for kind in ("png", "svg")}
     output.check_files(plots, values["force"] or resume)
 
@@ -239,11 +237,8 @@ def _check_effect(values: Mapping[str, Any], typed: Set[str]) -> None:
     ineffective, other_kind = (
         (options.TEXT_ONLY, "text") if data in TASKS else (options.TASKS_ONLY, tasks)
     )
-    if unused := [name for name in ineffective if name in typed]:
-        raise InvalidInput(
-            f"{as_options(unused)}: only with {other_kind}, not with --data {data};"
-            f" {leave_out(unused)}"
-        )
+    unused = [name for name in ineffective if name in typed]
+    refuse_options(unused, f"only with {other_kind}, not with --data {data}")
 
 
 def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Trainer:

@@ -15,8 +15,8 @@ from nsa_cli.choices import (
     advanced,
     check_backends,
     dtype_names,
-    leave_out,
     pick_device,
+    refuse_options,
 )
 from nsa_cli.result_files import ResultFiles
 from nsa_cli.verify_run import SCHEMA_VERSION, RunOptions, run_combinations
@@ -143,9 +143,10 @@ def verify(
             only = parse(case) if case is not None else None
         except InvalidInput as error:  # its message begins with "case"
             raise InvalidInput(f"--{error}") from error
-        others = {"--dtype": dtype, "--cases": cases, "--shard": shard}
-        if only and (unused := [name for name, value in others.items() if value is not None]):
-            raise InvalidInput(f"{', '.join(unused)}: not with --case; {leave_out(unused)}")
+        if only:
+            others = {"dtype": dtype, "cases": cases, "shard": shard}
+            given = [name for name, value in others.items() if value is not None]
+            refuse_options(given, "not with --case")
         part = _shard(shard)
         names = [only.dtype] if only else dtype_names(",".join(_DTYPES) if dtype is None else dtype)
         is_whole = all(x is None for x in (only, shard, cases, dtype))
