@@ -88,7 +88,7 @@ def test_the_command_runs_each_combination_and_prints_a_summary(
     def run(
         combinations: list[dict[str, str]], options: Any, registry: Any, stop: Any
     ) -> list[dict[str, Any]]:
-        assert (options.phase, options.reads, options.jobs) == ("both", False, None)
+        assert (options.phase, options.jobs) == ("both", None)
         finding = {
             "check": "parity",
             "slot": "cmp",

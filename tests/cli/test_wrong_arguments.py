@@ -74,8 +74,6 @@ WRONG = {
     "verify --case 'win tokn=5'": "nsa: --case: win has no key 'tokn'; did you mean 'tokens'?",
     "verify --case win --dtype bf16 --shard 1/4": "--dtype, --shard: not with --case; leave them",
     "verify --dtype ''": "--dtype must be one of bfloat16 (bf16), float16 (fp16)",
-    "verify --text /no/such": MISSING,
-    "verify --text packages": "--text packages: Is a directory; give a file",
     "verify --shard 5/4": "such as 1/4",
     "bench --combo sel=nope": f"--combo: {BACKEND}",
     "bench --json packages": f"--json {IS_FOLDER}",

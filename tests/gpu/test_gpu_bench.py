@@ -92,10 +92,9 @@ def test_bench_times_decode_steps_as_graphs_and_eagerly(tmp_path: pathlib.Path) 
         assert 0.9 < sum_of_shares < 1.1, (shape, length, sum_of_shares)
 
 
-def test_verify_checks_decode_and_counts_reads(tmp_path: pathlib.Path) -> None:
-    arguments = shlex.split("--phase decode --device cuda --dtype float32,bfloat16,float16 --reads")
+def test_verify_checks_decode() -> None:
+    arguments = shlex.split("--phase decode --device cuda --dtype float32,bfloat16,float16")
     done = subprocess.run(
         [sys.executable, "-m", "nsa_cli", "verify", *arguments], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "the paper's Table 4" in done.stdout

@@ -204,7 +204,7 @@ def test_errors_name_options_as_typed(nsa, text, tmp_path, options, message):
         ("--data .txt", "--data .txt contains no text: give documents with text"),
         ("--data short.txt", "--data short.txt is one document, and training needs two, one of"),
         ("--data bytes", "--data bytes is not a UTF-8 text, JSONL or parquet file; give a"),
-        ("--cuda-graph", "--cuda-graph needs one process on one GPU, got 1 process(es) on cpu"),
+        ("--cuda-graph --device cpu", "--cuda-graph needs one process on one GPU, got 1 process"),
     ],
 )
 def test_files_and_devices_are_checked_before_torch_loads(
@@ -214,7 +214,6 @@ def test_files_and_devices_are_checked_before_torch_loads(
     (tmp_path / "empty" / ".hidden").mkdir(parents=True)
     for name, content in ((".txt", b""), ("short.txt", b"x" * 2**15), ("bytes", b"\xff")):
         (tmp_path / name).write_bytes(content)
-    monkeypatch.setattr("nsa_cli.choices._cpu_build", lambda: "2.9.0+cpu")
     monkeypatch.setattr("nsa_cli.train.pick_device", lambda *_: pytest.fail("torch is needed"))
     done = nsa("train", "--out", "new", *options.split())
     assert (done.code, done.err.count("\n")) == (2, 1)
@@ -372,6 +371,19 @@ def test_a_resumed_run_opens_the_data_that_its_folder_names(nsa, text, tmp_path,
     monkeypatch.setattr("nsa_models.lm.task.open_data", refuse)
     resumed = nsa(*out, "--resume", "--steps", "2")
     assert (resumed.code, f"opened {text}" in "".join(resumed.err.split("\n  "))) == (2, True)
+
+
+def test_a_resumed_run_refuses_other_data(nsa, tmp_path):
+    data, out = tmp_path / "data", str(tmp_path / "run")
+    data.mkdir()
+    for name in "abcd":
+        (data / f"{name}.txt").write_text(f"document {name} and so on, " * 100)
+    assert nsa("train", "--out", out, "--data", str(data), "--steps", "1", *SMALL).code == 0
+    (data / "a.txt").write_text("another document")
+    resumed = nsa("train", "--out", out, "--device", "cpu", "--resume", "--steps", "2")
+    message = " ".join(resumed.err.split())
+    assert (resumed.code, "the data has changed since the run was saved" in message) == (2, True)
+    assert f"start another run from its weights with --checkpoint {out}" in message
 
 
 def test_an_altered_run_is_refused_by_every_command(nsa, text, tmp_path):

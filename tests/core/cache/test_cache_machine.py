@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 from injection import AUTO, ERRORS, RaiseAt, RaiseAtOpcode, RaiseInHook, state, undone
 from nsa_core import InvalidInput
 from nsa_core.cache import step
+from nsa_core.cache.cache import resized
 from nsa_verify.drawn.caches.draw import ACTIONS, draw_operation
 from nsa_verify.drawn.caches.history import Operation
 from nsa_verify.drawn.caches.judge import plans_of
@@ -160,7 +161,13 @@ class CacheMachine(RuleBasedStateMachine):
         max_len = max(1, *(lengths[b] for b in order)) + self.random.randint(0, 30)
         note(f"resize to {order} of at most {max_len} tokens")
         before = state(cache)
-        self.replay.resize(max_len, order)
+        copy = resized(cache, max_len, order)
+        copy.plan = cache.plan
+        history = self.replay.history.replace(batch=len(order), max_len=max_len)
+        model = self.replay.model
+        model.sequences = [model.sequences[b].copy() for b in order]
+        model._history, model.snapshots = history, [None] * len(model.snapshots)
+        self.replay.cache, self.replay.history = copy, history
         assert state(cache) == before
         self.check(self.replay.content_faults())
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import pytest
 
 from nsa_core.contract import DTYPES, SLOTS
-from nsa_core.errors import InvalidInput
 from nsa_verify.drawn.design import Design, Row
 from nsa_verify.drawn.draw import DESIGNS, draw
 
@@ -87,11 +86,6 @@ def test_longer_design_starts_with_the_design_and_repeats_no_row() -> None:
     assert PLAIN.rows(2, 5) == design[:5]
     assert PLAIN.rows(2, 0) == []
     assert len(Design({"a": [1, 2], "b": [3]}).rows(0, 100)) == 2
-
-
-def test_design_refuses_parameters_without_values() -> None:
-    with pytest.raises(InvalidInput, match="levels must give b at least one value"):
-        Design({"a": [1], "b": []}).rows()
 
 
 HISTORIES = ("cache", "nsa_decode")

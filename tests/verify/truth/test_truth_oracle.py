@@ -11,12 +11,12 @@ import pathlib
 import pytest
 import torch
 
+import reference_selection
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
 from nsa_verify import oracle
-from nsa_verify.reference import selection
-from truth_cases import TINY, normal
+from truth_cases import TINY, normal, oracle_scores
 
 CONFIG = NSAConfig(12, 4, 2, 6, 3, *dataclasses.astuple(TINY)[:4], window_size=5)
 
@@ -128,7 +128,7 @@ def test_eq9_is_the_token_overlap_only_with_1_based_indices(
     q, k = normal(1, S, 1, 2), normal(1, n_c, 1, 2, seed=1)
     lse = oracle.cmp(q, k, k, geometry, 1.0).lse
     assert lse is not None
-    score = oracle.scores(q, k, lse, geometry, 1.0)[0, -1, 0]
+    score = oracle_scores(q, k, lse, geometry, 1.0)[0, -1, 0]
     p = (k[0, :, 0] @ q[0, -1, 0] - lse[0, 0, -1]).exp().tolist()
     from_one = torch.tensor([eq9(p, j, geometry, 1) for j in range(5)], dtype=torch.float64)
     from_zero = torch.tensor([eq9(p, j, geometry, 0) for j in range(5)], dtype=torch.float64)
@@ -164,7 +164,9 @@ def test_eq9_with_0_based_indices_selects_another_block() -> None:
 def test_row_39_equal_scores_and_nan(score: list[float], t: int, expected: list[int]) -> None:
     assert oracle.choose(score, t, TINY) == expected
     scores = torch.tensor(score, dtype=torch.float64).expand(t + 1, 1, -1)
-    assert [j for j in selection.choose(scores, TINY)[t, 0].tolist() if j >= 0] == expected
+    assert [
+        j for j in reference_selection.choose(scores, TINY)[t, 0].tolist() if j >= 0
+    ] == expected
 
 
 def test_block_that_is_initial_and_local_frees_a_place_for_the_next_score() -> None:

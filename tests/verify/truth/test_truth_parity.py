@@ -253,21 +253,6 @@ def test_row_59_wrong_dtype_device_or_shape_fails(name: str, change: object, why
     assert why in verdict.why
 
 
-def test_invalid_calls_are_refused() -> None:
-    inputs, do = problem(DENSE, "win", torch.float32)
-    outputs = compute(DENSE, "win", inputs, do, torch.float32)
-    with pytest.raises(
-        InvalidInput, match="slot must be one of cmp, sel, win, combine, got 'select'"
-    ):
-        judge_slot("select", inputs, outputs, GEOMETRY, 1.0)
-    with pytest.raises(InvalidInput, match="needs k_cmp, v_cmp, got q, k, v"):
-        judge_slot("cmp", inputs, {}, GEOMETRY, 1.0)
-    with pytest.raises(InvalidInput, match="win has no output dblocks"):
-        judge_slot("win", inputs, {"dblocks": do}, GEOMETRY, 1.0, do=do)
-    with pytest.raises(InvalidInput, match="gradients of win need do"):
-        judge_slot("win", inputs, outputs, GEOMETRY, 1.0)
-
-
 @pytest.mark.parametrize(
     "case", [dataclasses.replace(DENSE, lengths=(0,)), dataclasses.replace(DENSE, batch=0)]
 )

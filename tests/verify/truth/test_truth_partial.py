@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+import reference_selection
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
 from nsa_verify import oracle
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.reference import attention, selection
+from nsa_verify.reference import attention
 from truth_cases import TruthCase
 
 SLOTS = {"cmp": ("q", "k_cmp", "v_cmp"), "sel": ("q", "k", "v", "blocks"), "win": ("q", "k", "v")}
@@ -93,7 +94,7 @@ def test_pieces_select_what_the_whole_call_selects(case: TruthCase) -> None:
             x = piece(t, case, first, end)
             arguments = (x["q"], x["k_cmp"], rows_of(lse, -1, first, end))
             expected = rows_of(whole, -3, first, end)
-            for module in (oracle, selection):
+            for module in (oracle, reference_selection):
                 blocks = module.select(*arguments, *sizes, **call, first_query=first)
                 assert torch.equal(blocks, expected), (edges, module)
             verdict = judge_selection(*arguments, expected, *sizes, **call, first_query=first)

@@ -12,6 +12,7 @@ import torch
 from nsa_core.layout import BlockGeometry
 from nsa_verify import oracle
 from nsa_verify.judge.selection import SelectionVerdict, judge_selection
+from truth_cases import oracle_scores
 
 GEOMETRY = BlockGeometry(8, 4, 16, 5, 1, 2, 9)
 S, H, G, D = 300, 4, 2, 16
@@ -112,7 +113,7 @@ def test_row_7_fewer_candidates_than_n(choice: Choice) -> None:
 def test_omitting_a_better_block_exceeds_the_regret_limit(choice: Choice) -> None:
     index = at(choice, 240, 0)
     args = (choice.q, choice.k_cmp, choice.lse, choice.geometry, choice.scale)
-    score = oracle.scores(*args, cu_seqlens=choice.cu_seqlens)[index][1:14]
+    score = oracle_scores(*args, cu_seqlens=choice.cu_seqlens)[index][1:14]
     worst = int(score.argmin()) + 1
     free = next(j for j in choice.blocks[index].tolist() if j not in (0, 14, 15))
     verdict = choice.judged_with(index, sorted([0, free, worst, 14, 15]))

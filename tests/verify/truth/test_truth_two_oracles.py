@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 
+import reference_selection
 from nsa_core.layout import BlockGeometry
 from nsa_verify import oracle
 from nsa_verify.judge.selection import judge_selection
-from nsa_verify.reference import attention, selection
-from truth_cases import TruthCase, truth_cases
+from nsa_verify.reference import attention
+from truth_cases import TruthCase, oracle_scores, truth_cases
 
 SLOTS = {"cmp": ("q", "k_cmp", "v_cmp"), "sel": ("q", "k", "v", "blocks"), "win": ("q", "k", "v")}
 PACKED_WITH_EMPTY = TruthCase(
@@ -84,21 +85,22 @@ def test_scores_and_selection(case: TruthCase) -> None:
     lse = oracle.cmp(t["q"], t["k_cmp"], t["v_cmp"], case.geometry, case.scale, **call).lse
     assert lse is not None
     args = (t["q"], t["k_cmp"], lse, case.geometry, case.scale)
-    scores, reference = oracle.scores(*args, **call), selection.scores(*args, **call)
+    scores, reference = oracle_scores(*args, **call), reference_selection.scores(*args, **call)
     bounds = [0, *itertools.accumulate(case.lengths)]
     spans = [scores[a:b] for a, b in itertools.pairwise(bounds)] if case.packed else list(scores)
     for span, expected in zip(spans, reference, strict=True):
         assert agree(span[..., : expected.shape[-1]], expected, expected)
         assert not span[..., expected.shape[-1] :].any()
         assert torch.equal(
-            selection.choose(span[..., : expected.shape[-1]], case.geometry), choice(span, case)
+            reference_selection.choose(span[..., : expected.shape[-1]], case.geometry),
+            choice(span, case),
         )
     blocks = oracle.select(*args, **call)
     verdict = judge_selection(*args[:3], blocks, case.geometry, case.scale, **call)
     assert verdict, verdict
     assert verdict.flip_rate == 0
     if case.scale:  # if all scores are equal, the matrix product of the reference may break ties
-        assert torch.equal(selection.select(*args, **call), blocks)
+        assert torch.equal(reference_selection.select(*args, **call), blocks)
 
 
 def choice(scores: torch.Tensor, case: TruthCase) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from nsa_core.layout import BlockGeometry
+from nsa_verify import oracle
 
 TINY = BlockGeometry(4, 2, 8, 4, 1, 2, 5)
 
@@ -16,6 +17,28 @@ TINY = BlockGeometry(4, 2, 8, 4, 1, 2, 5)
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     """Return float64 numbers of the normal distribution."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def oracle_scores(
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    lse: torch.Tensor,
+    geometry: BlockGeometry,
+    scale: float,
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the group scores of the oracle [B, S, G, NB], packed [T, G, NB] with the largest NB.
+
+    Scores are 0 for future blocks and without a visible compressed token.
+    """
+    rows = list(oracle.row_scores(q, k_cmp, lse, geometry, scale, cu_seqlens=cu_seqlens))
+    blocks = max((row.terms.shape[-1] for row in rows), default=0)
+    out = torch.zeros((*q.shape[:-2], k_cmp.shape[-2], blocks), dtype=torch.float64)
+    for row in rows:
+        index = (row.row, row.kv_head) if out.dim() == 3 else (row.document, row.row, row.kv_head)
+        out[index][: row.terms.shape[-1]] = row.per_group()
+    return out
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,14 +16,13 @@ from nsa_cli.choices import (
     Json,
     Phase,
     advanced,
-    as_options,
     check_backends,
     check_page_size,
     complete_backend,
     errors_name_options,
-    leave_out,
     one_dtype,
     pick_device,
+    refuse_options,
     tokens,
 )
 from nsa_cli.commands import App
@@ -244,11 +243,8 @@ def explain(
         prefill_only = {"grad": grad, "varlen": varlen}
         decode_only = {"page_size": page_size, "kv_dtype": kv_dtype}
         others = decode_only if phase == "prefill" else prefill_only
-        if unused := [name for name, value in others.items() if value]:
-            other = "decode" if phase == "prefill" else "prefill"
-            raise InvalidInput(
-                f"{as_options(unused)}: only with --phase {other}; {leave_out(unused)}"
-            )
+        other = "decode" if phase == "prefill" else "prefill"
+        refuse_options([x for x, value in others.items() if value], f"only with --phase {other}")
         with errors_name_options({name: name for name in ("n_heads", "n_kv_heads")}):
             config = NSAConfig(
                 dim=n_heads * head_dim,

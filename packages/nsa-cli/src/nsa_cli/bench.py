@@ -23,11 +23,12 @@ from nsa_cli.choices import (
     as_options,
     block_sizes,
     dtype_names,
-    leave_out,
     options_on_command_line,
     pairs_of_backends,
     pick_device,
     read_file,
+    read_text,
+    refuse_options,
     some_of,
     split_commas,
 )
@@ -373,9 +374,9 @@ def _settings(
     for combo in combos:
         pairs_of_backends(combo, "--combo")
     input_kinds = some_of("--inputs", inputs, ("random", "real"))
-    files = {"--text": text is not None, "--checkpoint": bool(checkpoints)}
-    if "real" not in input_kinds and (unused := [name for name in files if files[name]]):
-        raise InvalidInput(f"{', '.join(unused)}: only with --inputs real; {leave_out(unused)}")
+    if "real" not in input_kinds:
+        files = ["text"] * (text is not None) + ["checkpoint"] * bool(checkpoints)
+        refuse_options(files, "only with --inputs real")
     if text is not None:
         read_file("--text", text)
     for path in checkpoints:
@@ -387,7 +388,7 @@ def _settings(
     values = {name: parsers[name](words) for name, words in defaults.items()} | values
     name, content = "", b""
     if "real" in input_kinds:
-        name, content = _read_text(text, numbers["batch"] * max(values["lengths"]))
+        name, content = read_text(text, numbers["batch"] * max(values["lengths"]))
     return Settings(
         **values,
         inputs=input_kinds,
@@ -399,19 +400,6 @@ def _settings(
         checkpoints=checkpoints,
         **numbers,
     )
-
-
-def _read_text(path: Path | None, min_bytes: int) -> tuple[str, bytes]:
-    """Return (name, bytes) of the file; None reads the documentation that ships with Python."""
-    from nsa_cli.verify import read_text
-
-    if path is not None:
-        return read_text(path)
-    import platform
-
-    from nsa_bench.python_docs import library_text
-
-    return f"documentation of Python {platform.python_version()}", library_text(min_bytes)
 
 
 def _run(bench: Bench, stop: Interruption, files: _Files) -> int:

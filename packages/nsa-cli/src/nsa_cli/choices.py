@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import os
 import re
-import runpy
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -134,9 +132,15 @@ def as_options(names: Sequence[str]) -> str:
     return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
-def leave_out(names: Sequence[str]) -> str:
-    """Return the end of a message that refuses the options ``names``."""
-    return "leave it out" if len(names) == 1 else "leave them out"
+def refuse_options(names: Sequence[str], why: str) -> None:
+    """Refuse the options of these parameters, which have no effect here.
+
+    Raises:
+        InvalidInput: There are any.
+    """
+    if names:
+        fix = "leave it out" if len(names) == 1 else "leave them out"
+        raise InvalidInput(f"{as_options(names)}: {why}; {fix}")
 
 
 @contextlib.contextmanager
@@ -352,6 +356,21 @@ def read_file(option: str, path: Path) -> bytes:
     return content
 
 
+def read_text(path: Path | None, min_bytes: int = 1) -> tuple[str, bytes]:
+    """Return the name and the content of --text; None reads the documentation of Python.
+
+    Raises:
+        InvalidInput: The file cannot be read, or is empty.
+    """
+    if path is not None:
+        return path.name, read_file("--text", path)
+    import platform
+
+    from nsa_bench.python_docs import library_text
+
+    return f"documentation of Python {platform.python_version()}", library_text(min_bytes)
+
+
 def pick_device(text: str, threads: int | None = None) -> str:
     """Return the device named by --device and set torch's number of CPU threads.
 
@@ -368,11 +387,6 @@ def pick_device(text: str, threads: int | None = None) -> str:
             f"--device must be auto, cpu, cuda or cuda:N, got {text!r}"
             + did_you_mean(text, ("auto", "cpu", "cuda"))
         )
-    if text.startswith("cuda") and (version := _cpu_build()):
-        raise BackendUnavailable(
-            f"--device {text} cannot be used: torch {version} is built without CUDA; leave --device"
-            " out to run on the CPU"
-        )
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # some builds log every start of the profiler
     with recorded_signals() as interruption, interruption.ending_process():
         import torch
@@ -386,24 +400,6 @@ def pick_device(text: str, threads: int | None = None) -> str:
         usable_device(device)
     except (InvalidInput, BackendUnavailable) as error:
         message = re.sub(r"^device '(\S+)'", r"--device \1", str(error))
-        raise type(error)(message) from error
+        hint = "; leave --device out to run on the CPU" * isinstance(error, BackendUnavailable)
+        raise type(error)(message + hint) from error
     return device
-
-
-def is_cpu(text: str) -> bool:
-    """Return whether --device is certain to be the CPU; torch is not imported."""
-    return text == "cpu" or (text == "auto" and bool(_cpu_build()))
-
-
-def _cpu_build() -> str:
-    """Return the version of torch if it is built for the CPU only, else ""; torch is not imported.
-
-    Without torch, its import gives the error.
-    """
-    torch = importlib.util.find_spec("torch")
-    file = Path(torch.origin or "").with_name("version.py") if torch else Path()
-    if not file.is_file():
-        return ""
-    facts = runpy.run_path(str(file))
-    gpu = facts.get("cuda") or facts.get("hip")
-    return "" if gpu else str(facts.get("__version__", ""))

@@ -19,7 +19,7 @@ from nsa_cli.choices import (
     options_on_command_line,
     parse_backends,
     pick_device,
-    read_file,
+    read_text,
     tokens,
 )
 from nsa_cli.extras import need_extras
@@ -84,7 +84,7 @@ def inspect(
     layer in detail) and layers (all layers).
     """
     with output.exit_codes():
-        name, content = _read_text(text)
+        name, content = read_text(text)
         config = None
         if checkpoint is not None:
             if "seed" in options_on_command_line(context):
@@ -117,21 +117,12 @@ def inspect(
                 dtype=getattr(torch, torch_dtype_name),
                 backends=chosen,
             )
-            inspection = inspect_text(content, subject, source=name, max_tokens=max_tokens)
+            characters = content.decode(errors="replace")  # no UTF-8: U+FFFD
+            inspection = inspect_text(characters, subject, source=name, max_tokens=max_tokens)
             files = ResultFiles()
             files.write(out, lambda folder: save(inspection, folder, layer, force))
         _print_summary(inspection, files.written, max_tokens)
         files.exit_code(0)
-
-
-def _read_text(path: Path | None) -> tuple[str, str]:
-    """Return the name and the text of the file; None reads the documentation of Python."""
-    if path is not None:
-        content = read_file("--text", path).decode(errors="replace")  # no UTF-8: U+FFFD
-        return path.name, content
-    from nsa_bench.python_docs import library_text
-
-    return "documentation of Python", library_text(1).decode()
 
 
 def _check_sizes(config: dict[str, Any] | None, layer: int | None, max_tokens: int | None) -> None:

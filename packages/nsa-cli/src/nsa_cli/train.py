@@ -21,13 +21,12 @@ from nsa_cli.choices import (
     as_options,
     check_checkpoint,
     errors_name_options,
-    is_cpu,
-    leave_out,
     one_dtype,
     options_on_command_line,
     parse_backends,
     pick_device,
     read_file,
+    refuse_options,
 )
 from nsa_cli.extras import TASKS, libraries_of_data, need_extras
 from nsa_core.errors import InvalidInput
@@ -80,7 +79,6 @@ def train(
     backends: Backends = "auto",
     checkpoint: options.Checkpoint = None,
     resume: options.Resume = False,
-    allow_other_data: options.AllowOtherData = False,
     force: options.Force = False,
     png: options.Png = None,
     svg: options.Svg = None,
@@ -129,7 +127,7 @@ def _world(
     with errors_name_options(named):
         _check_launched(values, training.typed)
         _check_options(values, training.typed)
-        if is_cpu(values["device"]) and not torchrun.launched():
+        if values["device"] == "cpu" and not torchrun.launched():
             check_graph(values["graph"], 1, "cpu")
         _check_folder(values["out"], values["resume"], values["force"])
         if values["tokenizer"] is not None:
@@ -227,12 +225,8 @@ def _check_options(values: Mapping[str, Any], typed: Set[str]) -> None:
     decided = [("--resume", resume, options.OF_RUN)]
     decided += [("--checkpoint", values["checkpoint"] is not None, options.OF_MODEL)]
     for option, given, names in decided:
-        if given and (repeated := [name for name in names if name in typed]):
-            raise InvalidInput(
-                f"{as_options(repeated)}: set by the folder of {option}; {leave_out(repeated)}"
-            )
-    if values["allow_other_data"] and not resume:
-        raise InvalidInput("--allow-other-data: only with --resume; leave it out")
+        if given:
+            refuse_options([x for x in names if x in typed], f"set by the folder of {option}")
     plots = {f"--{kind}": values[kind] for kind in ("png", "svg")}
     output.check_files(plots, values["force"] or resume)
 
@@ -243,11 +237,8 @@ def _check_effect(values: Mapping[str, Any], typed: Set[str]) -> None:
     ineffective, other_kind = (
         (options.TEXT_ONLY, "text") if data in TASKS else (options.TASKS_ONLY, tasks)
     )
-    if unused := [name for name in ineffective if name in typed]:
-        raise InvalidInput(
-            f"{as_options(unused)}: only with {other_kind}, not with --data {data};"
-            f" {leave_out(unused)}"
-        )
+    unused = [name for name in ineffective if name in typed]
+    refuse_options(unused, f"only with {other_kind}, not with --data {data}")
 
 
 def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Trainer:
@@ -284,7 +275,7 @@ def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Traine
         _check_tokens(spec, tokenizer, folder, "--checkpoint" if training is None else "--resume")
     data = open_data(spec, tokenizer)
     if training is not None:
-        _check_data(data, training.corpus, values["allow_other_data"], world)
+        _check_data(data, training.corpus, out, world)
     model = _model(values, data.vocab_size, folder, world, recipe.parallel)
     trainer = Trainer(model, data, recipe, world, folder, resume)
     trainer.plan()  # a backend that cannot run is refused before anything is written
@@ -309,20 +300,15 @@ def _recipe(values: Mapping[str, Any]) -> Recipe:
     )
 
 
-def _check_data(data: Data, saved: Fingerprint, allowed: bool, world: World) -> None:
-    """Refuse to resume on other data, or say that it is another one."""
+def _check_data(data: Data, saved: Fingerprint, out: Path, world: World) -> None:
+    """Refuse to resume on other data."""
     # One process reads the files.
-    if not (changes := world.collect(data.changes(saved) if world.rank == 0 else [])[0]):
-        return
-    shown = "; ".join(changes[:4]) + (f"; and {len(changes) - 4} more" if changes[4:] else "")
-    if not allowed:
+    if changes := world.collect(data.changes(saved) if world.rank == 0 else [])[0]:
+        shown = "; ".join(changes[:4]) + (f"; and {len(changes) - 4} more" if changes[4:] else "")
         raise InvalidInput(
-            f"the data has changed since the run was saved: {shown}. Put the data back, or go on"
-            " with --allow-other-data"
+            f"the data has changed since the run was saved: {shown}. Put the data back, or start"
+            f" another run from its weights with --checkpoint {out}"
         )
-    if world.rank == 0:
-        text = f"The run goes on with other data (--allow-other-data): {shown}"
-        output.print_text(output.console(stderr=True), text)
 
 
 def _check_tokens(

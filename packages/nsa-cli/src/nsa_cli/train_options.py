@@ -94,10 +94,6 @@ Checkpoint = Annotated[
         help="Start from the weights and the tokenizer of a model folder.",
     ),
 ]
-AllowOtherData = Annotated[
-    bool,
-    advanced("--allow-other-data", help="With --resume: go on although the data has changed."),
-]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the run in --out and the plots.")]
 Png = Annotated[Path | None, advanced("--png", help="Write a plot of the losses as PNG.")]

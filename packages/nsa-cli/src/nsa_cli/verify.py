@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -16,9 +15,8 @@ from nsa_cli.choices import (
     advanced,
     check_backends,
     dtype_names,
-    leave_out,
     pick_device,
-    read_file,
+    refuse_options,
 )
 from nsa_cli.result_files import ResultFiles
 from nsa_cli.verify_run import SCHEMA_VERSION, RunOptions, run_combinations
@@ -56,10 +54,6 @@ def verify(
         Literal["prefill", "decode", "both"],
         advanced(help="Slot forms to check; decode: steps over a cache."),
     ] = "both",
-    text: Annotated[
-        Path | None,
-        advanced(help="File whose bytes are the input of the real case. Default: a README."),
-    ] = None,
     json_file: Json = None,
     force: Annotated[bool, advanced("--force", help="Overwrite the --json file.")] = False,
     seed: Annotated[
@@ -86,15 +80,6 @@ def verify(
             ),
         ),
     ] = None,
-    reads: Annotated[
-        bool,
-        advanced(
-            "--reads",
-            help=(
-                "Also count the cached tokens that a decode step reads, by changing cached values."
-            ),
-        ),
-    ] = False,
     every: Annotated[
         bool,
         typer.Option(
@@ -158,10 +143,11 @@ def verify(
             only = parse(case) if case is not None else None
         except InvalidInput as error:  # its message begins with "case"
             raise InvalidInput(f"--{error}") from error
-        others = {"--dtype": dtype, "--cases": cases, "--shard": shard}
-        if only and (unused := [name for name, value in others.items() if value is not None]):
-            raise InvalidInput(f"{', '.join(unused)}: not with --case; {leave_out(unused)}")
-        part, content = _shard(shard), read_text(text)
+        if only:
+            others = {"dtype": dtype, "cases": cases, "shard": shard}
+            given = [name for name, value in others.items() if value is not None]
+            refuse_options(given, "not with --case")
+        part = _shard(shard)
         names = [only.dtype] if only else dtype_names(",".join(_DTYPES) if dtype is None else dtype)
         is_whole = all(x is None for x in (only, shard, cases, dtype))
         if jobs != 1 and is_whole:  # so there are many checks
@@ -184,10 +170,8 @@ def verify(
             dtypes=dtypes,
             only_accepted=dtype is None and only is None,
             preset=preset,
-            text=content,
             seed=seed,
             phase=phase,
-            reads=reads,
             jobs=jobs,
             job_timeout=job_timeout,
             cases=cases,
@@ -202,7 +186,7 @@ def verify(
         files.write_json(json_file, text_of_report, force)
         from nsa_cli.verify_report import print_combinations, print_report, verdict
 
-        typed = {"--text": text, "--cases": cases, "--job-timeout": job_timeout}
+        typed = {"--cases": cases, "--job-timeout": job_timeout}
         if json_file != output.STDOUT and every:
             print_combinations(reports, typed)
         elif json_file != output.STDOUT:
@@ -224,25 +208,3 @@ def _shard(text: str | None) -> tuple[int, int] | None:
             param_hint="--shard",
         )
     return part, parts
-
-
-def read_text(path: Path | None) -> tuple[str, bytes]:
-    """Return (name, bytes) of the text for the real case.
-
-    Args:
-        path: A file; None takes the nearest README.md above the working directory, or else the
-            description of the installed nsa-core.
-
-    Raises:
-        InvalidInput: The file cannot be read, or is empty.
-    """
-    if path is None:
-        for folder in (Path.cwd(), *Path.cwd().parents):
-            if (folder / "README.md").is_file() and (folder / "README.md").stat().st_size:
-                path = folder / "README.md"
-                break
-        else:
-            from importlib.metadata import metadata
-
-            return "description of nsa-core", str(metadata("nsa-core").json["description"]).encode()
-    return path.name, read_file("--text", path)

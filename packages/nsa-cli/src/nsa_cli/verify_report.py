@@ -61,9 +61,6 @@ def print_report(report: dict[str, Any], verbose: bool, typed: Mapping[str, obje
         output.print_text(console, f"not run: {reason} ({', '.join(checks)})", "yellow")
     for line in refusal_lines(report):
         output.print_text(console, line, "yellow")
-    if "reads" in report:
-        console.print()
-        _print_reads(console, report)
     _print_failures(console, [report], typed)
     line, code = verdict([report], every=False)
     output.print_text(console, line, "bold green" if code == 0 else "bold red")
@@ -282,7 +279,6 @@ def _command(report: dict[str, Any], finding: Finding, typed: Mapping[str, objec
         options["--dtype"] = ",".join(report["dtypes"]) if shard else finding["dtype"]
         options |= {**needed, "--seed": report["seed"] or None, "--shard": shard, **typed}
     words = [f"{name} {shlex.quote(str(x))}" for name, x in options.items() if x is not None]
-    words += ["--reads"] * (finding["check"] == "reads")
     variables = {
         "TRITON_INTERPRET": "1" if report["interpreted"] else None,
         "NSA_PLUGINS": os.environ.get("NSA_PLUGINS"),
@@ -293,58 +289,10 @@ def _command(report: dict[str, Any], finding: Finding, typed: Mapping[str, objec
     return " ".join([*settings, "nsa", *output.plugin_words(), "verify", *words])
 
 
-def _print_reads(console: Console, report: dict[str, Any]) -> None:
-    """Print how many cached tokens a decode step reads, or why nothing was counted.
-
-    The counts come from changing cached values and keys; the predicted count is shown with them.
-    """
-    if not report["reads"]:
-        reason = report["reads_refused"].splitlines()[0]
-        output.print_text(console, f"reads: not counted: {reason}", "yellow")
-        return
-    fields = {
-        "tokens": "length",
-        "branch": "branch",
-        "head": "kv_head",
-        "predicted": "predicted",
-        "value": "counted_values",
-        "key": "counted_keys",
-        "once B": "distinct_bytes",
-        "again B": "again_bytes",
-        "shared B": "shared_bytes",
-    }
-    rows = [
-        [*(str(row[key]) for key in fields.values()), "ok" if row["ok"] else "FAILED"]
-        for row in report["reads"]
-    ]
-    title = "Cached tokens that a decode step reads, and their bytes"
-    output.print_table(console, (*fields, "verdict"), rows, title)
-    for row in report["reads"]:
-        if not row["ok"]:
-            place = f"{row['length']} tokens, {row['branch']}, kv head {row['kv_head']}"
-            output.print_text(console, f"FAILED reads, {place}: {row['detail']}", "red")
-    for length, bound in report["reads_bounds"].items():
-        of_head: dict[int, int] = {}
-        for row in report["reads"]:
-            if row["length"] == int(length):
-                counted = max(row["counted_values"], row["counted_keys"])
-                of_head[row["kv_head"]] = of_head.get(row["kv_head"], 0) + counted
-        most = max(of_head.values())
-        text = f"{length} tokens: each head reads at most {most}; the paper's Table 4: {bound}"
-        output.print_text(console, text)
-    note = (
-        "predicted, value, key: cached tokens whose value or key changes the step's output, per kv"
-        " head. once, again, shared: bytes read first, read again, and read by several heads."
-    )
-    output.print_text(console, note, "dim", "")
-
-
 def summary(report: dict[str, Any]) -> tuple[str, int]:
     """Return the verdict on the whole report in a line, and the exit code of the command."""
     findings = report["findings"]
-    reads_ok = [row["ok"] for row in report.get("reads", [])]
-    failed = _failed(findings) + reads_ok.count(False)
-    passed = sum(f["ok"] is True for f in findings) + reads_ok.count(True)
+    failed, passed = _failed(findings), sum(f["ok"] is True for f in findings)
     noun = "check" if passed == 1 else "checks"
     line = f"{passed} {noun} passed, {failed} failed"
     if left_out := _not_applicable(findings):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nsa_cli import output
-from nsa_core.errors import NSAError, Unsupported
+from nsa_core.errors import Unsupported
 from nsa_core.util.interruption import Interruption
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from nsa_core.plan.registry import Registry
     from nsa_verify.drawn.line import Drawn
     from nsa_verify.problems.combination import Combination
-    from nsa_verify.problems.findings import Finding
 
 SCHEMA_VERSION = 1
 _MANY_JOBS = 500
@@ -34,10 +33,8 @@ class RunOptions:
         dtypes: Dtypes of the checks.
         only_accepted: Leave out dtypes that every combination refuses.
         preset: "quick" or "full"; kernels that need an interpreter run "interpreter" instead.
-        text: Name and bytes of the text of the real case.
         seed: Seed of all random numbers.
         phase: "prefill", "decode" or "both".
-        reads: Count the cached tokens that a decode step reads.
         jobs: Processes; None chooses by device.
         job_timeout: Seconds of a check of a third-party backend; None chooses by device.
         cases: Generated cases per slot; None is the design of the preset.
@@ -49,10 +46,8 @@ class RunOptions:
     dtypes: Sequence[torch.dtype]
     only_accepted: bool
     preset: str
-    text: tuple[str, bytes]
     seed: int
     phase: str
-    reads: bool
     jobs: int | None
     job_timeout: float | None
     cases: int | None
@@ -70,6 +65,8 @@ def run_combinations(
 
     After a signal (``stop``), the reports hold the checks that had ended by then.
     """
+    from importlib.metadata import metadata
+
     import torch
 
     from nsa_verify.drawn.jobs import count_cases
@@ -77,7 +74,6 @@ def run_combinations(
     from nsa_verify.run import suite
     from nsa_verify.run.contexts import needs_judge_context
     from nsa_verify.run.runner import run_jobs
-    from nsa_verify.run.schedule import cost
 
     device, dtypes, phase = options.device, options.dtypes, options.phase
     # Cases are small: starting more threads takes longer than the computation.
@@ -86,8 +82,8 @@ def run_combinations(
     interpreted = any(map(needs_judge_context, combos))
     if interpreted:
         options = dataclasses.replace(options, preset="interpreter")
-    if interpreted or options.only is not None or phase == "decode":  # no check reads the text
-        options = dataclasses.replace(options, text=("none", b""))
+    has_text = not (interpreted or options.only is not None or phase == "decode")
+    text = str(metadata("nsa-core").json["description"]).encode() if has_text else b""
     plans = [plan_one(combination, dtypes, options.preset, phase) for combination in combos]
     if options.only_accepted:
         candidates = dtypes[:2] if interpreted else dtypes
@@ -102,7 +98,7 @@ def run_combinations(
         suite_jobs = suite.jobs(
             options.preset,
             dtypes,
-            text=options.text[1] or None,
+            text=text or None,
             seed=options.seed,
             phase=phase,
             cases_per_slot=options.cases,
@@ -111,10 +107,7 @@ def run_combinations(
         index, count = options.shard
         suite_jobs = suite_jobs[index - 1 :: count]
     processes = options.jobs or _default_processes(device, interpreted, len(suite_jobs))
-    expected = sum(map(cost, suite_jobs)) * len(combos)
-    is_known = device == "cpu" and not interpreted
-    seconds = expected / 1000 / processes if is_known else 0.0
-    with output.progress(len(suite_jobs) * len(combos), expected, seconds) as advance:
+    with output.progress(len(suite_jobs) * len(combos)) as advance:
         results = run_jobs(
             combos,
             suite_jobs,
@@ -123,19 +116,13 @@ def run_combinations(
             stop=stop,
             advance=advance,
         )
-    common = _common(options, dtypes, interpreted, results.peak_bytes)
-    checks, reports = len(suite_jobs) + options.reads, []
+    common = _common(options, dtypes, text, interpreted, results.peak_bytes)
+    checks, reports = len(suite_jobs), []
     for index, (named, plan) in enumerate(zip(combinations, plans)):
         findings = results.findings[index]
-        counts: dict[str, Any] = {}
-        fault: list[Finding] = []
-        if options.reads and not stop.received:
-            with stop.stop_on_interrupt():
-                counts, fault = _reads_or_failure(combos[index], dtypes, job_limit_s)
-        left = checks - len(findings) - bool(counts)
+        left = checks - len(findings)
         report = {
             **common,
-            **counts,
             "backends": {s: f"{c.backend} {c.version}" for s, c in plan.choices.items()},
             "named": named,
             "seconds": round(results.seconds[index], 2),
@@ -146,14 +133,18 @@ def run_combinations(
                 slot: dataclasses.asdict(count)
                 for slot, count in count_cases(list(itertools.chain(*findings))).items()
             },
-            "findings": [dataclasses.asdict(f) for job in [*findings, fault] for f in job],
+            "findings": [dataclasses.asdict(f) for job in findings for f in job],
         }
         reports.append(report)
     return reports
 
 
 def _common(
-    options: RunOptions, dtypes: Sequence[torch.dtype], interpreted: bool, peak_bytes: int
+    options: RunOptions,
+    dtypes: Sequence[torch.dtype],
+    text: bytes,
+    interpreted: bool,
+    peak_bytes: int,
 ) -> dict[str, Any]:
     """Return the fields that the reports of all combinations share."""
     import torch
@@ -170,7 +161,7 @@ def _common(
         "phase": options.phase,
         "seed": options.seed,
         "shard": "/".join(map(str, options.shard)) if options.shard else None,
-        "text": {"name": options.text[0], "bytes": len(options.text[1])},
+        "text": {"name": "description of nsa-core" if text else "none", "bytes": len(text)},
         "environment": output.environment(),
         "peak_memory_bytes": (max(peak_bytes, torch.cuda.max_memory_allocated()) if cuda else None),
     }
@@ -212,58 +203,3 @@ def plan_one(
         except Unsupported as refusal:
             refusals.append(refusal)
     raise refusals[0]
-
-
-def _reads_or_failure(
-    combination: Combination, dtypes: Sequence[torch.dtype], limit_s: float
-) -> tuple[dict[str, Any], list[Finding]]:
-    """Count the cached tokens that a decode step reads; a failure is a finding instead.
-
-    Args:
-        combination: The combination.
-        dtypes: Candidate dtypes.
-        limit_s: Seconds for the child process that counts them, if it has a third-party backend.
-    """
-    from nsa_core.util.child import Child
-    from nsa_verify.problems.findings import Finding
-
-    name = str(dtypes[0]).removeprefix("torch.")
-    try:
-        if not (plugins := combination.plugins()):
-            return _count_reads(combination, dtypes), []
-        child = Child(f"backend {' or '.join(map(repr, plugins))}")
-        call = (_count_guarded_reads, combination.for_child(), dtypes)
-        return child.call(*call, limit_s=limit_s, doing="in this check"), []
-    except NSAError as error:
-        failed = Finding("reads", "", "", name, "run", False, detail=str(error))
-        return {"reads": [], "reads_refused": str(error)}, [failed]
-
-
-def _count_guarded_reads(combination: Combination, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
-    from nsa_verify.isolation.call_guard import guarded_calls
-
-    with guarded_calls():
-        return _count_reads(combination, dtypes)
-
-
-def _count_reads(combination: Combination, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
-    """Count the cached tokens that a decode step reads, in the first dtype with decode forms.
-
-    The counts cover every length of :data:`nsa_verify.checks.reads.LENGTHS`.
-    """
-    from nsa_verify.checks.reads import LENGTHS, PAPER_BOUND, count_reads, reads_config
-
-    config, refusals = reads_config(), []
-    for dtype in dtypes:
-        try:
-            entries = [
-                entry
-                for length in LENGTHS
-                for entry in count_reads(combination, config, length, dtype)
-            ]
-        except Unsupported as refusal:
-            refusals.append(str(refusal))
-            continue
-        bounds = {str(length): PAPER_BOUND[length] for length in LENGTHS if length in PAPER_BOUND}
-        return {"reads": [dataclasses.asdict(entry) for entry in entries], "reads_bounds": bounds}
-    return {"reads": [], "reads_refused": refusals[0]}

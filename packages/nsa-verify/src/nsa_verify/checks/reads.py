@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -19,67 +20,53 @@ from nsa_core.config import NSAConfig
 from nsa_core.contract import BRANCHES
 from nsa_core.plan.plan import Plan
 from nsa_verify.checks.under_test import StepUnderTest, step_check
-from nsa_verify.problems.cases import PAPER, Case, config_of
+from nsa_verify.problems.cases import Case
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import Finding
 from nsa_verify.problems.step_data import StepData, step_data
 from nsa_verify.problems.step_runs import Results, decode_plan, run_step
 from nsa_verify.problems.steps import Step
 
-PAPER_BOUND = {8192: 2048, 16384: 2560, 32768: 3584, 65536: 5632}  # the paper's Table 4
 CHUNK = 256  # copies per call
 _VALUE = 1e4  # added to a value
 _SCORE = 25.0  # added to the score of a key for the first head of its group
 # Small queries make the weights nearly uniform, so that each row that is read changes o by more
 # than _VALUE / keys / 100.
 _SHARPNESS = 0.25
-LENGTHS = (1, 31, 32, 47, 48, 64, 511, 512, 513, 1024, 8192)  # tokens in `nsa verify --reads`
 
 
-@dataclasses.dataclass(frozen=True)
-class Reads:
-    """The tokens that one branch reads for one kv head in a step.
+class Reads(NamedTuple):
+    """The tokens that one branch reads for one kv head in a step; compressed tokens for cmp.
 
     Attributes:
         branch: cmp, sel or win.
         kv_head: Index of the kv head.
-        length: Tokens of the sequence.
-        predicted: Predicted number of tokens; compressed tokens for cmp.
-        counted_values: Number of tokens whose values were read.
-        counted_keys: Number of tokens whose keys were read.
-        ok: Whether both sets equal the predicted set.
-        distinct_bytes: Bytes of the distinct keys and values.
-        again_bytes: Bytes that another slot reads again (select reads the keys of cmp).
-        shared_bytes: Bytes that the other heads of the group would read without sharing.
-        detail: Differences from the predicted set; empty if ``ok``.
+        predicted: The predicted tokens.
+        values: The tokens whose values were read.
+        keys: The tokens whose keys were read.
     """
 
     branch: str
     kv_head: int
-    length: int
-    predicted: int
-    counted_values: int
-    counted_keys: int
-    ok: bool
-    distinct_bytes: int
-    again_bytes: int
-    shared_bytes: int
-    detail: str = ""
+    predicted: set[int]
+    values: set[int]
+    keys: set[int]
 
-
-def reads_config() -> NSAConfig:
-    """Return the paper's block sizes with few and narrow heads."""
-    return config_of(4, 2, 16, 16, PAPER)
+    @property
+    def difference(self) -> str:
+        """The differences from the predicted tokens; empty if there are none."""
+        predicted = self.predicted
+        return "; ".join(
+            f"{kind} of {len(read - predicted)} token(s) too many {sorted(read - predicted)[:4]}, "
+            f"{len(predicted - read)} too few {sorted(predicted - read)[:4]}"
+            for kind, read in (("values", self.values), ("keys", self.keys))
+            if read != predicted
+        )
 
 
 def count_reads(
-    combination: Combination,
-    config: NSAConfig,
-    length: int,
-    dtype: torch.dtype,
-    *,
-    chunk: int = CHUNK,
-) -> list[Reads]:
+    combination: Combination, config: NSAConfig, length: int, dtype: torch.dtype
+) -> Iterator[Reads]:
     """Count the reads of a step of one token, with pages of one selection block.
 
     Args:
@@ -87,10 +74,9 @@ def count_reads(
         config: Configuration of the layer.
         length: Tokens of the sequence.
         dtype: Dtype of q, keys and values.
-        chunk: Copies per call.
 
-    Returns:
-        One entry per branch and kv head.
+    Yields:
+        The reads of each branch and kv head.
 
     Raises:
         Unsupported: The combination has no decode forms.
@@ -101,16 +87,11 @@ def count_reads(
     plan, data = decode_plan(combination, step, dtype), step_data(step, dtype, combination.device)
     data = dataclasses.replace(data, stores={n: x.nan_to_num(0.0) for n, x in data.stores.items()})
     results = run_step(plan, data)
-    entries = []
     for branch in BRANCHES:
         predicted = _predicted(branch, config, length, results["select"][0][0, 0])
-        values = _experiment(plan, branch, "v", data, results, chunk)
-        keys = _experiment(plan, branch, "k", data, results, chunk)
+        values, keys = (_experiment(plan, branch, kind, data, results) for kind in "vk")
         for g in range(config.n_kv_heads):
-            entries.append(
-                _entry(branch, g, length, config, dtype, predicted[g], values[g], keys[g])
-            )
-    return entries
+            yield Reads(branch, g, predicted[g], values[g], keys[g])
 
 
 @step_check("decode reads")
@@ -121,8 +102,8 @@ def reads(subject: StepUnderTest) -> Iterator[Finding]:
     for length in subject.step.lengths:
         for entry in count_reads(subject.combination, subject.case.config, length, subject.dtype):
             quantity = f"kv head {entry.kv_head}, {length} tokens"
-            detail = entry.detail or f"{entry.predicted} predicted and counted"
-            yield subject.finding(entry.branch, quantity, entry.ok, detail=detail)
+            detail = entry.difference or f"{len(entry.predicted)} predicted and counted"
+            yield subject.finding(entry.branch, quantity, not entry.difference, detail=detail)
 
 
 def _predicted(branch: str, config: NSAConfig, length: int, blocks: torch.Tensor) -> list[set[int]]:
@@ -141,7 +122,7 @@ def _predicted(branch: str, config: NSAConfig, length: int, blocks: torch.Tensor
 
 
 def _experiment(
-    plan: Plan, branch: str, kind: str, data: StepData, results: Results, chunk: int
+    plan: Plan, branch: str, kind: str, data: StepData, results: Results
 ) -> list[set[int]]:
     """Return the tokens of each kv head whose change in the "k" or "v" store changes the output."""
     store, groups = data.stores[f"{kind}_{branch}"], data.stores[f"k_{branch}"].shape[2]
@@ -150,8 +131,7 @@ def _experiment(
     o, lse = (x.double() for x in results[branch])
     read: list[set[int]] = [set() for _ in range(groups)]
     length = int(data.call.lengths[0])
-    for first in range(0, total, chunk):
-        rows = torch.arange(first, min(first + chunk, total), device=store.device)
+    for rows in torch.arange(total, device=store.device).split(CHUNK):
         o_, lse_ = (x.double() for x in _run_copies(plan, branch, kind, data, results, rows))
         changed = (o_ - o).abs().amax((1, 3)) > 0.01 + 0.01 * o.abs().amax((1, 3))  # [copies, Hq]
         if kind == "k":
@@ -203,37 +183,3 @@ def _changed(row: torch.Tensor, kind: str, data: StepData) -> torch.Tensor:
     first = heads[:, 0].double()  # [G, Dk]
     delta = first * (_SCORE / data.call.scale) / first.square().sum(-1, keepdim=True)
     return (row.double() + delta).to(row.dtype)
-
-
-def _entry(
-    branch: str,
-    kv_head: int,
-    length: int,
-    config: NSAConfig,
-    dtype: torch.dtype,
-    predicted: set[int],
-    values: set[int],
-    keys: set[int],
-) -> Reads:
-    size, count = dtype.itemsize, len(values | keys)
-    distinct = count * (config.qk_dim + config.v_dim) * size
-    again = count * config.qk_dim * size if branch == "cmp" else 0
-    differences = [
-        f"{kind} of {len(read - predicted)} token(s) too many {sorted(read - predicted)[:4]}, "
-        f"{len(predicted - read)} too few {sorted(predicted - read)[:4]}"
-        for kind, read in (("values", values), ("keys", keys))
-        if read != predicted
-    ]
-    return Reads(
-        branch,
-        kv_head,
-        length,
-        len(predicted),
-        len(values),
-        len(keys),
-        not differences,
-        distinct,
-        again,
-        distinct * (config.n_heads // config.n_kv_heads - 1),
-        "; ".join(differences),
-    )

@@ -9,8 +9,6 @@ from typing import Any
 
 import covertable  # type: ignore[import-untyped]
 
-from nsa_core.errors import InvalidInput
-
 Row = dict[str, Any]  # a value per parameter
 Levels = Mapping[str, Sequence[Any]]  # the values of each parameter
 
@@ -126,12 +124,7 @@ class Design:
             seed: Chooses one of many designs.
             count: Number of distinct rows: those of the design, then those of the next seeds. None
                 takes the count of the design; fewer are returned if there are fewer.
-
-        Raises:
-            InvalidInput: A parameter has no value.
         """
-        if empty := [name for name, values in self.levels.items() if not values]:
-            raise InvalidInput(f"levels must give {', '.join(empty)} at least one value, got none")
         count = self.count if count is None else count
         if count is None:
             return self._covering(seed)

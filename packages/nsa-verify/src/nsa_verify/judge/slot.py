@@ -70,9 +70,8 @@ def judge_slot(
         A row is a token or key, also with ``rows``; in dgates it is a row of joined tokens.
 
     Raises:
-        InvalidInput: The slot is unknown, an input is missing, an output has no rule, gradients
-            come without ``do``, ``do`` is not zero outside ``rows``, or S is too long to judge
-            every row (pass sampled ``rows``).
+        InvalidInput: ``do`` is not zero outside ``rows``, or S is too long to judge every row (pass
+            sampled ``rows``).
 
     Example:
         >>> inputs = {"q": q, "k": k, "v": v}
@@ -103,7 +102,7 @@ def _judge_slot(
     rows: Sequence[int] | torch.Tensor | None,
     first_query: int | None,
 ) -> dict[str, Verdict]:
-    ordered = _ordered(slot, inputs, outputs, do)
+    ordered = {name: inputs[name] for name in _INPUTS[slot]}
     sampled = None if rows is None else torch.as_tensor(rows, dtype=torch.long).unique()
     if do is not None and sampled is not None:
         _check_do_outside(do, sampled)
@@ -154,34 +153,6 @@ def _truths(
     )
     magnitude = reference(*arguments, **options, arithmetic="magnitude", dtype=dtype)
     return golden, rounded, magnitude
-
-
-def _ordered(
-    slot: str,
-    inputs: Mapping[str, torch.Tensor],
-    outputs: Mapping[str, torch.Tensor],
-    do: torch.Tensor | None,
-) -> dict[str, torch.Tensor]:
-    """Validate the names of inputs and outputs; return the inputs in the order of the slot."""
-    if slot not in _INPUTS:
-        raise InvalidInput(
-            f"slot must be one of {', '.join(_INPUTS)}, got {slot!r}; judge_selection judges select"
-        )
-    missing = [name for name in _INPUTS[slot] if name not in inputs]
-    if missing:
-        raise InvalidInput(
-            f"inputs: {slot} needs {', '.join(missing)}, got {', '.join(inputs) or 'nothing'}"
-        )
-    gradients = [f"d{name}" for name in _INPUTS[slot] if name != "blocks"]
-    known = {"o", *gradients} | ({"lse"} if slot != "combine" else set())
-    unknown = [name for name in outputs if name not in known]
-    if unknown:
-        raise InvalidInput(
-            f"{slot} has no output {', '.join(unknown)}; it has {', '.join(sorted(known))}"
-        )
-    if do is None and any(name in gradients for name in outputs):
-        raise InvalidInput(f"gradients of {slot} need do, the gradient of o, got do=None")
-    return {name: inputs[name] for name in _INPUTS[slot]}
 
 
 def _check_do_outside(do: torch.Tensor, rows: torch.Tensor) -> None:

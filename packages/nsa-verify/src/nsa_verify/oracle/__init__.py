@@ -11,7 +11,7 @@ from nsa_verify.oracle.branches import cmp, combine, sel, win
 from nsa_verify.oracle.layer import Projected, attention, layer, project
 from nsa_verify.oracle.phi import compress, rope
 from nsa_verify.oracle.rows import Truth
-from nsa_verify.oracle.selection import RowScores, choose, row_scores, scores, select
+from nsa_verify.oracle.selection import RowScores, choose, row_scores, select
 
 __all__ = [
     "Projected",
@@ -26,7 +26,6 @@ __all__ = [
     "project",
     "rope",
     "row_scores",
-    "scores",
     "sel",
     "select",
     "win",

@@ -98,21 +98,13 @@ def row_scores(
 ) -> Iterator[RowScores]:
     """Yield the scores of every evaluated token and kv head (Eq. 8 and the terms of Eq. 9).
 
-    The probabilities are p = exp(scale q.k_cmp - lse) over the visible compressed tokens.
+    The probabilities are p = exp(scale q.k_cmp - lse) over the visible compressed tokens. The
+    arguments after lse, and the errors, are those of :func:`nsa_verify.oracle.branches.cmp`.
 
     Args:
         q: Queries [B, S, Hq, Dk], packed [T, Hq, Dk].
         k_cmp: Compressed keys [B, n_c, G, Dk], packed [T // d, G, Dk].
         lse: Log-sum-exp of the cmp branch [B, Hq, S], packed [Hq, T].
-        geometry: Block sizes.
-        scale: Softmax scale.
-        cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
-        rows: Rows of q to evaluate; None evaluates all.
-        first_query: Position of row 0 of q, if q holds only some rows: see "Queries inside a
-            sequence" in nsa_core.contract. None: whole sequences.
-
-    Raises:
-        InvalidInput: The scores exceed the size limit of the oracle; pass ``rows``.
     """
     queries = queries_of(q, cu_seqlens, first_query)
     bounds = queries.bounds
@@ -148,37 +140,6 @@ def _terms(p: torch.Tensor, length: int, geometry: BlockGeometry) -> torch.Tenso
             first = seen[0] * ratio + offset
             terms[:, i, seen[0] : seen[-1] + 1] = weight * p[:, first::ratio][:, : len(seen)]
     return terms
-
-
-def scores(
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    lse: torch.Tensor,
-    geometry: BlockGeometry,
-    scale: float,
-    *,
-    cu_seqlens: torch.Tensor | None = None,
-    rows: Rows = None,
-    first_query: int | None = None,
-) -> torch.Tensor:
-    """Compute the group scores (Eq. 10); arguments as in :func:`row_scores`.
-
-    Returns:
-        float64 [B, S, G, NB], packed [T, G, NB] with the largest NB of a document. Scores are 0 in
-        rows that are not evaluated, for future blocks, and without a visible compressed token.
-    """
-    queries, size = queries_of(q, cu_seqlens, first_query), geometry.select_block_size
-    counts = [q.shape[-3]] * len(queries.first)
-    if queries.bounds is not None:
-        counts = [b - a for a, b in itertools.pairwise(queries.bounds)]
-    ends = [first + count for first, count in zip(queries.first, counts) if count]
-    blocks = max((len(range(0, end, size)) for end in ends), default=0)
-    out = torch.zeros((*q.shape[:-2], k_cmp.shape[-2], blocks), dtype=torch.float64)
-    call: dict[str, Any] = {"cu_seqlens": cu_seqlens, "rows": rows, "first_query": first_query}
-    for row in row_scores(q, k_cmp, lse, geometry, scale, **call):
-        group = row.per_group()
-        out[_index(row, cu_seqlens)][: len(group)] = group
-    return out
 
 
 def _index(row: RowScores, cu_seqlens: torch.Tensor | None) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ import torch
 
 from nsa_core.config import NSAConfig
 from nsa_core.dtypes import stats_dtype
-from nsa_core.errors import InvalidInput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,12 +210,7 @@ def text_case(text: bytes, sampled: bool = False) -> Case:
         text: Bytes, one token each.
         sampled: Judge the rows at edges of blocks and 60 others. The truth of all rows takes a
             fifth of the time of the quick preset.
-
-    Raises:
-        InvalidInput: ``text`` is empty.
     """
-    if not text:
-        raise InvalidInput("text must have at least 1 byte, got 0")
     config, tokens = config_of(12, 2, 64, 64, PAPER), min(1152, len(text))
     rows = _edge_rows(tokens, (32, 64, 512, 1024)) if sampled else None
     return Case("text 12/2/64", config, (tokens,), text=text, rows=rows)

@@ -169,7 +169,6 @@ _STEP_CHECKS = (
     _CheckSize("decode reads", reads.reads, 1 << 11, 1 << 11, 0),
     _CheckSize("decode dispatch", decode_invariants.dispatch, 1 << 10, 1 << 10, 1 << 8, dtypes=2),
 )
-PHASES = ("prefill", "decode", "both")
 
 
 def jobs(
@@ -191,9 +190,6 @@ def jobs(
         seed: Seed of every case.
         phase: "prefill", "decode" or "both".
         cases_per_slot: Drawn cases of each slot; None takes the whole design of the preset.
-
-    Raises:
-        InvalidInput: ``text`` is empty.
     """
     listed: list[Job] = []
     if phase != "decode":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
 
 from nsa_verify.drawn.caches.history import History, LayerHistory, Operation
 
@@ -95,11 +94,6 @@ class Model:
             new = len(sequence.tokens) + value if operation.kind == "step" else value
             tokens.append(max(sequence.reserved, len(sequence.tokens), new))
         return sum(-(-count // history.page_size) for count in tokens) > pages
-
-    def resize(self, history: History, order: Iterable[int]) -> None:
-        """Go on with copies of the sequences ``order`` in a cache without snapshots."""
-        self._history, self.snapshots = history, [None] * len(self.snapshots)
-        self._reorder(tuple(order))
 
     def apply(self, operation: Operation) -> None:
         """Change the sequences as ``operation`` does; it exists and is not refused."""

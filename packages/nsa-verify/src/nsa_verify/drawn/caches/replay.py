@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import torch
 
-from nsa_core.cache.cache import NSACache, Snapshot, resized
+from nsa_core.cache.cache import NSACache, Snapshot
 from nsa_core.contract import DecodeCall
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_core.plan.plan import Plan
@@ -230,14 +230,6 @@ class Replay:
         """Yield the differences of the cache from the model."""
         expected = [self.rows.of(sequence.tokens) for sequence in self.model.sequences]
         yield from content_faults(self.cache, expected, self.model.spans, self.fused_append)
-
-    def resize(self, max_len: int, order: Sequence[int]) -> None:
-        """Go on with a copy of the sequences ``order`` in a cache of another size."""
-        plan = self.cache.plan
-        self.cache = resized(self.cache, max_len, order)
-        self.cache.plan = plan
-        self.history = self.history.replace(batch=len(order), max_len=max_len)
-        self.model.resize(self.history, order)
 
     def _faults_of_output(
         self, operation: Operation, before: list[int], y: torch.Tensor, judge: StepJudge
