@@ -170,7 +170,7 @@ def change_weights(folder, change):
             lambda f: change_config(
                 f, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
             ),
-            "rope_type 'dynamic' is not supported",
+            "rope_parameters = .*'dynamic'.* fixed frequencies: those of default, linear, llama3,",
         ),
         (
             lambda f: change_weights(f, lambda t: t.pop("model.layers.1.mlp.up_proj.weight")),

@@ -163,6 +163,8 @@ SCALED = {
     "YaRN of DeepSeek": {**YARN, "factor": 40, "mscale": 1.0, "mscale_all_dim": 0.7},
     "YaRN by the lengths": {"type": "yarn", "factor": 2.0},
     "YaRN without a factor": {**YARN, "factor": None},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.3},
+    "proportional and slowed": {"rope_type": "proportional", "factor": 8.0},
 }
 
 

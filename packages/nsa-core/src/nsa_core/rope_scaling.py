@@ -1,7 +1,8 @@
 """Rotary frequencies of Hugging Face configurations that scale them, without torch.
 
 The formulas are those of position interpolation ("linear", arXiv 2306.15595), of Llama 3.1
-("llama3") and of YaRN ("yarn", arXiv 2309.00071).
+("llama3"), of YaRN ("yarn", arXiv 2309.00071), and of heads of which a part is rotated
+("proportional").
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from nsa_core.errors import InvalidInput
 from nsa_core.limits import shown
 from nsa_core.util.text import describe_error
 
-KINDS = ("linear", "llama3", "yarn")
+KINDS = ("linear", "llama3", "yarn", "proportional")
 
 
 def kind_of(rope: Any) -> str:
@@ -49,6 +50,10 @@ def scaled_frequencies(
         kind, factor = kind_of(rope), rope.get("factor")
         if kind == "linear":
             return tuple(f / float(rope["factor"]) for f in plain), 1.0
+        if kind == "proportional":
+            rotated = int(float(rope.get("partial_rotary_factor", 1)) * width // 2)
+            factor = float(rope.get("factor", 1))
+            return tuple(f / factor if i < rotated else 0.0 for i, f in enumerate(plain)), 1.0
         trained = float(rope.get("original_max_position_embeddings") or longest)
         factor = float(longest / trained if kind == "yarn" and factor is None else rope["factor"])
         if kind == "llama3":
