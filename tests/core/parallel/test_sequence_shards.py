@@ -89,7 +89,8 @@ def brute_costs(lengths: list[int], world: int, layout: str) -> list[int]:
     g, costs = CONFIG.geometry, []
     for length in lengths:
         for t in range(length):
-            keys = min(t + 1, g.num_selected_blocks * g.select_block_size)
+            first = t // g.select_block_size - g.num_selected_blocks + 1  # with the n latest blocks
+            keys = t + 1 - max(0, first) * g.select_block_size
             costs.append(g.num_compressed(t + 1) + 2 * (keys + min(t + 1, g.window_size)))
     shards = (Shards(len(costs), world, rank, layout) for rank in range(world))
     return [sum(costs[row] for row in s.positions().tolist()) for s in shards]

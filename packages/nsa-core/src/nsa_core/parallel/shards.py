@@ -15,6 +15,7 @@ import torch
 
 from nsa_core.config import NSAConfig, check_config
 from nsa_core.errors import InvalidInput
+from nsa_core.flops import visible_pairs
 from nsa_core.layout import BlockGeometry
 from nsa_core.parallel.collectives import gather_rows, group_name, group_size
 from nsa_core.parallel.layouts import (
@@ -264,16 +265,5 @@ def _chunk_spans(lengths: Sequence[int], chunk: int) -> Iterator[tuple[int, int,
 
 def _cost(length: int, geometry: BlockGeometry) -> int:
     """Return the cost of the first ``length`` rows of a document."""
-    stride, blocks = geometry.compress_stride, geometry.num_compressed(length)
-    # Compressed token i is seen by the rows from i * stride + l - 1 on.
-    compressed = blocks * (length - geometry.compress_block_size + 1)
-    compressed -= stride * (blocks * (blocks - 1) // 2)
-    selected = geometry.num_selected_blocks * geometry.select_block_size
-    keys = sum(_ramp(length, most) for most in (selected, geometry.window_size))
-    return compressed + _KEY_COST * keys
-
-
-def _ramp(length: int, most: int) -> int:
-    """Return the sum of min(t + 1, most) over the rows t below ``length``."""
-    rising = min(length, most)
-    return rising * (rising + 1) // 2 + (length - rising) * most
+    pairs = visible_pairs(geometry, length)
+    return pairs["cmp"] + _KEY_COST * (pairs["sel"] + pairs["win"])
