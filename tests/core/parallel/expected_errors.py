@@ -40,7 +40,6 @@ REFUSALS: dict[str, str] = {
     "new_cache": "Unsupported: new_cache is not context parallel",
     "a cache": "Unsupported: a call with a cache is not context parallel",
     "new": "Unsupported: a call with a cache is not context parallel",
-    "stats": "Unsupported: stats is not context parallel",
     "an odd number of rows": "InvalidInput: x must have an even number of rows for layout"
     " 'head_tail', got 7",
     "a plan for whole sequences": "InvalidInput: plan is for whole sequences",
