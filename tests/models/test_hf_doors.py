@@ -200,14 +200,11 @@ def test_every_door_gives_the_same_numbers_with_a_cache(door, split, documents_a
     model, batches = documents_alone
     call, wrong = DOORS[door](model), []
     for name, batch in batches.items():
-        if (split and "cu_seq_lens_q" in batch.arguments) or (split == 20 and "shifted" in name):
-            continue  # refused: they do not say whether the document in the cache goes on
+        if len(batch.documents[0]) > 1:
+            continue  # packed: refused
         cache, logits = model.new_cache(), []
         for start, end in ((0, split), (split, batch.is_token.shape[1])):
-            arguments = {
-                key: x if key == "cu_seq_lens_q" else x[:, start:end]
-                for key, x in batch.arguments.items()
-            }
+            arguments = {key: x[:, start:end] for key, x in batch.arguments.items()}
             if "attention_mask" in arguments:
                 arguments["attention_mask"] = batch.arguments["attention_mask"][:, :end]
             if end:
@@ -218,15 +215,15 @@ def test_every_door_gives_the_same_numbers_with_a_cache(door, split, documents_a
 
 
 @torch.no_grad()
-def test_generate_continues_the_last_document_of_each_row(documents_alone):
+def test_packed_documents_beside_a_cache_are_refused(documents_alone):
     model, batches = documents_alone
-    for (_, padding, packing), batch in batches.items():
-        if padding in ("right", "both") or "cu_seq_lens_q" in batch.arguments:
-            continue  # generate reads the last column; and it repeats boundaries in every step
-        tokens = model.generate(**batch.arguments, max_new_tokens=3)[:, -3:]
-        for row, documents in zip(tokens, batch.documents):
-            alone = model.generate(documents[-1][None], max_new_tokens=3)[0, -3:]
-            assert row.equal(alone), (padding, packing)
+    for packing in PACKING[2:]:
+        batch = batches[2, "none", packing]
+        message = "a cache: packed documents and a cache are not supported: pass use_cache=False"
+        with pytest.raises(InvalidInput, match=message):
+            model(**batch.arguments, past_key_values=model.new_cache())
+        with pytest.raises(InvalidInput, match=message):
+            model.generate(**batch.arguments, max_new_tokens=3)
 
 
 @pytest.mark.parametrize("kind", NSA_MODELS)
@@ -408,7 +405,7 @@ def test_positions_that_do_not_continue_the_cache_are_refused():
         for call in (model, model.model):
             with pytest.raises(InvalidInput, match=message):
                 call(ids[:, :8], past_key_values=cache, position_ids=later[None])
-            with pytest.raises(InvalidInput, match="cu_seq_lens_q is passed with a cache that has"):
+            with pytest.raises(InvalidInput, match="cu_seq_lens_q is passed with a cache: "):
                 call(ids[:, :8], past_key_values=cache, cu_seq_lens_q=torch.tensor([0, 8, 16]))
         assert cache.get_seq_length() == 50
 

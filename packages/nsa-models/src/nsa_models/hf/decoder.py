@@ -145,9 +145,8 @@ class _NSADecoder(NSAPreTrained):
                 at padding, on either side. Other values are an error, of integers on a GPU only
                 with NSA_CHECK=1; compiled calls do not check them.
             position_ids: Integers [B, S], or [1, S] for all rows. A token whose position does not
-                follow that of the token before it starts a document, at any position. The first
-                tokens of a call must follow those in a cache, or start documents at 0; the cache
-                keeps the last document of each row.
+                follow that of the token before it starts a document, at any position. Beside a
+                cache, a row has one document, whose tokens follow those in the cache.
             past_key_values: A cache from :meth:`new_cache` or from an earlier output.
             inputs_embeds: Embeddings [B, S, dim] in place of ``input_ids``.
             use_cache: Return a cache in the output. Default: only if ``past_key_values`` is passed.
@@ -155,7 +154,7 @@ class _NSADecoder(NSAPreTrained):
                 on.
             **kwargs: ``cu_seq_lens_q`` int32 [documents + 1] and ``max_length_q`` for packed
                 documents: the boundaries in the B rows laid end to end, from 0 to B * S, with a
-                boundary at the end of each row, for an empty cache or none. ``position_ids`` have
+                boundary at the end of each row, without a cache. ``position_ids`` have
                 no effect beside them; those that do not count up by 1 in each document are an error
                 on the CPU, and on a GPU with NSA_CHECK=1. Other arguments of the dense decoder.
 

@@ -14,14 +14,17 @@ from nsa_core.torch_ops.torch_state import checks_values, is_capturing
 from nsa_models.hf.cache import NSAModelCache
 
 Lengths = list[list[int]]  # of the documents in each row, in tokens
+_ONE_DOCUMENT = (
+    "packed documents and a cache are not supported: pass use_cache=False, or one document per row"
+)
 
 
 class Packing(NamedTuple):
     """Hold what a call of a decoder tells its layers and its cache.
 
     Attributes:
-        arguments: Arguments of the layers: ``cu_seq_lens_q`` and ``max_length_q``, or ``documents``
-            for a cache; empty if no row has several documents.
+        arguments: Arguments of the layers: ``cu_seq_lens_q`` and ``max_length_q``; empty if no row
+            has several documents.
         offsets: The value of :attr:`NSAModelCache.offsets` after a call with a cache.
     """
 
@@ -50,8 +53,9 @@ def packed_documents(
 
     Raises:
         InvalidInput: The arguments contradict each other, the boundaries do not divide each of
-            several rows, or NSA does not compute attention at these positions. Positions beside
-            boundaries are checked on the CPU, and on a GPU with NSA_CHECK=1.
+            several rows, several documents share a row of a cache, or NSA does not compute
+            attention at these positions. Positions beside boundaries are checked on the CPU, and on
+            a GPU with NSA_CHECK=1.
     """
     boundaries = options.get("cu_seq_lens_q")
     offsets = [] if cache is None else cache.offsets_of(size[0])
@@ -65,11 +69,8 @@ def packed_documents(
             return Packing({}, offsets)
         packing: Packing = _from_positions(size, attention_mask, position_ids, cache, layer)
         return packing
-    if cache is not None and cache.get_seq_length():
-        raise InvalidInput(
-            "cu_seq_lens_q is passed with a cache that has tokens, whose document may go on: pass"
-            " position_ids, which start at 0 in each new document"
-        )
+    if cache is not None:
+        raise InvalidInput(f"cu_seq_lens_q is passed with a cache: {_ONE_DOCUMENT}")
     if not isinstance(boundaries, torch.Tensor) or boundaries.dim() != 1:
         is_tensor = isinstance(boundaries, torch.Tensor)
         passed = list(boundaries.shape) if is_tensor else type(boundaries).__name__
@@ -78,8 +79,8 @@ def packed_documents(
         positions = _rows_of(size, position_ids)
         if checks_values(positions):
             _check_documents(boundaries, positions.flatten(), attention_mask, layer)
-    if size[0] != 1 or attention_mask is not None or cache is not None:
-        arguments: dict[str, Any] = _from_boundaries(size, attention_mask, boundaries, cache)
+    if size[0] != 1 or attention_mask is not None:
+        arguments: dict[str, Any] = _from_boundaries(size, attention_mask, boundaries)
         return Packing(arguments, offsets)
     longest = options.get("max_length_q")
     arguments = {
@@ -89,12 +90,8 @@ def packed_documents(
     return Packing(arguments, offsets)
 
 
-def _arguments(
-    size: torch.Size, lengths: Lengths, cache: NSAModelCache | None, device: torch.device
-) -> dict[str, Any]:
+def _arguments(size: torch.Size, lengths: Lengths, device: torch.device) -> dict[str, Any]:
     """Return the arguments of the layers, for rows whose tokens come before their padding."""
-    if cache is not None:
-        return {"documents": lengths} if max(map(len, lengths), default=0) > 1 else {}
     with_padding = [n for row in lengths for n in (*row, size[1] - sum(row)) if n]
     boundaries = torch.tensor([0, *with_padding]).cumsum(0, dtype=torch.int32)
     return {
@@ -105,10 +102,7 @@ def _arguments(
 
 @torch.compiler.disable(reason="it reads the boundaries on the host")
 def _from_boundaries(
-    size: torch.Size,
-    attention_mask: torch.Tensor | None,
-    boundaries: torch.Tensor,
-    cache: NSAModelCache | None,
+    size: torch.Size, attention_mask: torch.Tensor | None, boundaries: torch.Tensor
 ) -> dict[str, Any]:
     """Return the arguments of the layers for documents between boundaries. Synchronises.
 
@@ -129,7 +123,7 @@ def _from_boundaries(
         row[is_token].unique_consecutive(return_counts=True)[1].tolist()
         for row, is_token in zip(document, _tokens(size, attention_mask))
     ]
-    return _arguments(size, lengths, cache, boundaries.device)
+    return _arguments(size, lengths, boundaries.device)
 
 
 @torch.compiler.disable(reason="it reads the positions on the host")
@@ -201,25 +195,24 @@ def _from_positions(
         bounds = [0, *((steps != 1).nonzero().flatten() + 1).tolist(), len(column)]
         lengths.append([end - start for start, end in pairwise(bounds)])
         first, *starts = position[bounds[:-1]].tolist()
+        if starts and cache is not None:
+            raise InvalidInput(
+                f"position_ids of sequence {b} start several documents beside a cache:"
+                f" {_ONE_DOCUMENT}"
+            )
         offset = offsets[b]
         if offset is None and first in (held[b], columns + int(column[0])):
             offset = first - held[b]
         if held[b] and first != held[b] + (offset or 0):
-            if first != 0:
-                raise InvalidInput(
-                    f"position_ids of sequence {b} begin at {first}, but must go on at"
-                    f" {held[b] + (offset or 0)} after the {held[b]} tokens in the cache, or start"
-                    " a document at 0"
-                )
-            lengths[b].insert(0, 0)  # of the document in the cache, which ends
-            starts.insert(0, first)
-        elif not held[b]:
-            offset = first
-        offsets[b] = starts[-1] if starts else offset
-        for start in (*starts, offset or 0):
+            raise InvalidInput(
+                f"position_ids of sequence {b} begin at {first}, but must go on at"
+                f" {held[b] + (offset or 0)} after the {held[b]} tokens in the cache"
+            )
+        offsets[b] = offset if held[b] else first
+        for start in (*starts, offsets[b] or 0):
             _check_start(start, layer)
     is_packed = max(map(len, lengths), default=0) > 1
-    arguments = _arguments(size, lengths, cache, position_ids.device) if is_packed else {}
+    arguments = _arguments(size, lengths, position_ids.device) if is_packed else {}
     return Packing(arguments, offsets)
 
 
