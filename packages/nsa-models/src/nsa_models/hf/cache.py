@@ -198,10 +198,6 @@ class NSAModelCache(Cache):
         max_len: Number of tokens per sequence for which memory is allocated; the cache grows.
         max_rollback: Maximum number of tokens that ``crop`` can remove.
 
-    Attributes:
-        offsets: The position of the first token of each sequence; None where ``position_ids`` have
-            not stated it.
-
     Raises:
         InvalidInput: A number is out of range.
     """
@@ -217,15 +213,10 @@ class NSAModelCache(Cache):
             for attn in layers
         ]
         super().__init__(layers=caches)
-        self.offsets: list[int | None] | None = None
 
     @property
     def _first(self) -> NSACacheLayer:
         return next(layer for layer in self.layers if isinstance(layer, NSACacheLayer))
-
-    def offsets_of(self, batch: int) -> list[int | None]:
-        """Return a copy of :attr:`offsets`, for ``batch`` sequences."""
-        return [None] * batch if self.offsets is None else list(self.offsets)
 
     @property
     def has_padding(self) -> bool:
@@ -269,22 +260,3 @@ class NSAModelCache(Cache):
         order = beam_idx.tolist()
         for layer in self.layers:
             layer.reorder_cache(beam_idx if isinstance(layer, DynamicLayer) else order)
-        if self.offsets is not None:
-            self.offsets = [self.offsets[b] for b in order]
-
-    def batch_select_indices(self, indices: Sequence[int] | torch.Tensor) -> None:
-        """Keep only the sequences ``indices``, integers or a bool mask [B]."""
-        super().batch_select_indices(indices)
-        if self.offsets is not None:
-            self.offsets = [self.offsets[b] for b in _row_list(indices)]
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence ``repeats`` times."""
-        super().batch_repeat_interleave(repeats)
-        if self.offsets is not None:
-            self.offsets = [offset for offset in self.offsets for _ in range(repeats)]
-
-    def reset(self) -> None:
-        """Remove all tokens."""
-        super().reset()
-        self.offsets = None

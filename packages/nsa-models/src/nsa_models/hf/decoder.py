@@ -146,7 +146,8 @@ class _NSADecoder(NSAPreTrained):
                 with NSA_CHECK=1; compiled calls do not check them.
             position_ids: Integers [B, S], or [1, S] for all rows. A token whose position does not
                 follow that of the token before it starts a document, at any position. Beside a
-                cache, a row has one document, whose tokens follow those in the cache.
+                cache, a row has one document, whose positions start at 0 and follow those of the
+                tokens in the cache; they may count padding before the document.
             past_key_values: A cache from :meth:`new_cache` or from an earlier output.
             inputs_embeds: Embeddings [B, S, dim] in place of ``input_ids``.
             use_cache: Return a cache in the output. Default: only if ``past_key_values`` is passed.
@@ -182,11 +183,11 @@ class _NSADecoder(NSAPreTrained):
             packing = packed_documents(
                 size, attention_mask, positions, cache, kwargs, self.first_nsa.config
             )
-            kwargs |= packing.arguments
+            kwargs |= packing
             if has_dense:
-                kwargs |= dense_arguments(inputs, attention_mask, cache, packing.arguments)
+                kwargs |= dense_arguments(inputs, attention_mask, cache, packing)
                 position_ids = kwargs.pop("position_ids")
-        output = super().forward(  # type: ignore[misc]
+        return super().forward(  # type: ignore[misc]
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -194,9 +195,6 @@ class _NSADecoder(NSAPreTrained):
             use_cache=use_cache or cache is not None,
             **{**kwargs, CACHE: cache},
         )
-        if cache is not None:
-            cache.offsets = packing.offsets
-        return output
 
     def _check_call(self, cache: Any, recomputes: bool, options: dict[str, Any]) -> None:
         """Check the cache, and that the other arguments ask for what NSA computes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,19 +19,6 @@ _ONE_DOCUMENT = (
 )
 
 
-class Packing(NamedTuple):
-    """Hold what a call of a decoder tells its layers and its cache.
-
-    Attributes:
-        arguments: Arguments of the layers: ``cu_seq_lens_q`` and ``max_length_q``; empty if no row
-            has several documents.
-        offsets: The value of :attr:`NSAModelCache.offsets` after a call with a cache.
-    """
-
-    arguments: dict[str, Any]
-    offsets: list[int | None]
-
-
 def packed_documents(
     size: torch.Size,
     attention_mask: torch.Tensor | None,
@@ -39,7 +26,7 @@ def packed_documents(
     cache: NSAModelCache | None,
     options: dict[str, Any],
     layer: NSAConfig,
-) -> Packing:
+) -> dict[str, Any]:
     """Divide the rows of a call into documents.
 
     Args:
@@ -51,6 +38,10 @@ def packed_documents(
         options: Other arguments of the decoder.
         layer: The layers of the decoder.
 
+    Returns:
+        Arguments of the layers, ``cu_seq_lens_q`` and ``max_length_q``; empty if no row has several
+        documents.
+
     Raises:
         InvalidInput: The arguments contradict each other, the boundaries do not divide each of
             several rows, several documents share a row of a cache, or NSA does not compute
@@ -58,7 +49,6 @@ def packed_documents(
             a GPU with NSA_CHECK=1.
     """
     boundaries = options.get("cu_seq_lens_q")
-    offsets = [] if cache is None else cache.offsets_of(size[0])
     if boundaries is None:
         if options.get("cu_seq_lens_k") is not None:
             raise InvalidInput(
@@ -66,9 +56,11 @@ def packed_documents(
                 " documents as cu_seq_lens_q"
             )
         if position_ids is None:
-            return Packing({}, offsets)
-        packing: Packing = _from_positions(size, attention_mask, position_ids, cache, layer)
-        return packing
+            return {}
+        arguments: dict[str, Any] = _from_positions(
+            size, attention_mask, position_ids, cache, layer
+        )
+        return arguments
     if cache is not None:
         raise InvalidInput(f"cu_seq_lens_q is passed with a cache: {_ONE_DOCUMENT}")
     if not isinstance(boundaries, torch.Tensor) or boundaries.dim() != 1:
@@ -80,14 +72,13 @@ def packed_documents(
         if checks_values(positions):
             _check_documents(boundaries, positions.flatten(), attention_mask, layer)
     if size[0] != 1 or attention_mask is not None:
-        arguments: dict[str, Any] = _from_boundaries(size, attention_mask, boundaries)
-        return Packing(arguments, offsets)
+        arguments = _from_boundaries(size, attention_mask, boundaries)
+        return arguments
     longest = options.get("max_length_q")
-    arguments = {
+    return {
         "cu_seq_lens_q": boundaries.to(torch.int32),
         "max_length_q": None if longest is None else int(longest),
     }
-    return Packing(arguments, offsets)
 
 
 def _arguments(size: torch.Size, lengths: Lengths, device: torch.device) -> dict[str, Any]:
@@ -171,12 +162,11 @@ def _from_positions(
     position_ids: torch.Tensor,
     cache: NSAModelCache | None,
     layer: NSAConfig,
-) -> Packing:
-    """Return the documents that positions mark. Synchronises."""
+) -> dict[str, Any]:
+    """Return the arguments of the layers for the documents that positions mark. Synchronises."""
     _check_readable("position_ids", position_ids)
     batch, columns = size[0], 0 if cache is None else cache.get_seq_length()
     held = [0] * batch if cache is None else cache.host_lengths(batch)
-    offsets: list[int | None] = [None] * batch if cache is None else cache.offsets_of(batch)
     lengths: Lengths = []
     positions, tokens = _rows_of(size, position_ids).cpu(), _tokens(size, attention_mask)
     for b, is_token in enumerate(tokens):
@@ -200,20 +190,16 @@ def _from_positions(
                 f"position_ids of sequence {b} start several documents beside a cache:"
                 f" {_ONE_DOCUMENT}"
             )
-        offset = offsets[b]
-        if offset is None and first in (held[b], columns + int(column[0])):
-            offset = first - held[b]
-        if held[b] and first != held[b] + (offset or 0):
+        # Some callers count the padding before a sequence too.
+        if cache is not None and first not in (held[b], columns + int(column[0])):
             raise InvalidInput(
-                f"position_ids of sequence {b} begin at {first}, but must go on at"
-                f" {held[b] + (offset or 0)} after the {held[b]} tokens in the cache"
+                f"position_ids of sequence {b} begin at {first}, but must go on at {held[b]} after"
+                f" the {held[b]} tokens in the cache"
             )
-        offsets[b] = offset if held[b] else first
-        for start in (*starts, offsets[b] or 0):
+        for start in (first - held[b], *starts):
             _check_start(start, layer)
     is_packed = max(map(len, lengths), default=0) > 1
-    arguments = _arguments(size, lengths, position_ids.device) if is_packed else {}
-    return Packing(arguments, offsets)
+    return _arguments(size, lengths, position_ids.device) if is_packed else {}
 
 
 def _check_start(position: int, layer: NSAConfig) -> None:
