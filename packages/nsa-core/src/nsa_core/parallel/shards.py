@@ -17,10 +17,10 @@ from nsa_core.config import NSAConfig, check_config
 from nsa_core.errors import InvalidInput
 from nsa_core.flops import visible_pairs
 from nsa_core.layout import BlockGeometry
+from nsa_core.limits import check_integers
 from nsa_core.parallel.collectives import gather_rows, group_name, group_size
 from nsa_core.parallel.layouts import (
     LAYOUTS,
-    check_count,
     check_layout,
     chunks_of,
     in_order,
@@ -56,8 +56,7 @@ def pad_to(total: int, world: int, layout: str = "head_tail") -> int:
         (1002, 1002)
     """
     check_layout(layout)
-    check_count("total", total, 0)
-    check_count("world", world, 1)
+    check_integers({"world": world}, {"total": total})
     chunks = world * pieces_per_rank(layout)
     return -(-total // chunks) * chunks
 
@@ -92,9 +91,7 @@ class Shards:
 
     def __post_init__(self) -> None:
         check_layout(self.layout)
-        check_count("total", self.total, 0)
-        check_count("world", self.world, 1)
-        check_count("rank", self.rank, 0)
+        check_integers({"world": self.world}, {"total": self.total, "rank": self.rank})
         if self.rank >= self.world:
             raise InvalidInput(f"rank must be below world = {self.world}, got {self.rank}")
         if self.total % self.chunks:
@@ -225,8 +222,7 @@ def choose_layout(lengths: Sequence[int], world: int, config: NSAConfig) -> str:
         ('head_tail', 'contiguous')
     """
     check_config(config)
-    for index, length in enumerate(lengths):
-        check_count(f"lengths[{index}]", length, 0)
+    check_integers({}, {f"lengths[{index}]": length for index, length in enumerate(lengths)})
     total = sum(lengths)
     contiguous = Shards(total, world, 0, "contiguous")
     if total % (2 * contiguous.world):
