@@ -167,12 +167,6 @@ class NSACacheLayer(CacheLayerMixin):
             [b for b in range(max(self.batch_size, 0)) for _ in range(repeats)]
         )
 
-    def offload(self) -> NoReturn:
-        """Refuse: the cache stays on the device of its layer."""
-        raise InvalidInput("an NSACacheLayer cannot be offloaded to the CPU")
-
-    prefetch = offload
-
     def __deepcopy__(self, memo: dict[int, Any]) -> NSACacheLayer:
         copied = NSACacheLayer(self.attn, self.max_len, self.max_rollback)
         if self.state is not None:
