@@ -14,10 +14,9 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 import nsa_models.hf as hf
 from hf_models import DENSE_CONFIGS, NSA, SIZES, SIZES_OF_KIND, nsa_model, randomize
-from nsa_core import InvalidInput, NSAConfig, NSAError
+from nsa_core import InvalidInput, NSAConfig
 from nsa_core.config import COMPRESS_KINDS
 from nsa_core.layer.phi.kinds import mean_compress
-from nsa_models.hf import conversion
 
 ROTARY = {
     "llama3": {
@@ -170,7 +169,7 @@ def change_weights(folder, change):
             lambda f: change_config(
                 f, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
             ),
-            "rope_type 'dynamic' is not supported",
+            "rope_parameters = .*'dynamic'.* fixed frequencies: those of default, linear, llama3,",
         ),
         (
             lambda f: change_weights(f, lambda t: t.pop("model.layers.1.mlp.up_proj.weight")),
@@ -250,25 +249,6 @@ def test_models_of_other_kinds_are_refused():
     ):
         with pytest.raises(InvalidInput, match=message):
             hf.convert(model)
-
-
-@pytest.mark.parametrize(
-    ("swapped", "reported"),
-    [
-        (("k_proj.bias", "v_proj.bias"), r"k_proj.bias, \S+0.self_attn.v_proj.bias"),
-        (("q_proj.weight", "o_proj.weight"), r"q_proj.weight, \S+0.self_attn.o_proj.weight"),
-    ],
-)
-def test_a_parameter_in_the_wrong_place_is_reported(swapped, reported, monkeypatch):
-    names = conversion._with_our_names
-
-    def wrong_names(dense, *args):
-        one, other = (f"model.layers.0.self_attn.{name}" for name in swapped)
-        return names({**dense, one: dense[other], other: dense[one]}, *args)
-
-    monkeypatch.setattr(conversion, "_with_our_names", wrong_names)
-    with pytest.raises(NSAError, match=rf"^conversion changed parameters: \S+{reported}$"):
-        hf.convert(dense_model(attention_bias=True))
 
 
 def test_the_first_stage_trains_only_new_parameters_and_measures_the_mass():

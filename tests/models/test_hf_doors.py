@@ -200,14 +200,11 @@ def test_every_door_gives_the_same_numbers_with_a_cache(door, split, documents_a
     model, batches = documents_alone
     call, wrong = DOORS[door](model), []
     for name, batch in batches.items():
-        if (split and "cu_seq_lens_q" in batch.arguments) or (split == 20 and "shifted" in name):
-            continue  # refused: they do not say whether the document in the cache goes on
+        if len(batch.documents[0]) > 1:
+            continue  # packed: refused
         cache, logits = model.new_cache(), []
         for start, end in ((0, split), (split, batch.is_token.shape[1])):
-            arguments = {
-                key: x if key == "cu_seq_lens_q" else x[:, start:end]
-                for key, x in batch.arguments.items()
-            }
+            arguments = {key: x[:, start:end] for key, x in batch.arguments.items()}
             if "attention_mask" in arguments:
                 arguments["attention_mask"] = batch.arguments["attention_mask"][:, :end]
             if end:
@@ -218,15 +215,15 @@ def test_every_door_gives_the_same_numbers_with_a_cache(door, split, documents_a
 
 
 @torch.no_grad()
-def test_generate_continues_the_last_document_of_each_row(documents_alone):
+def test_packed_documents_beside_a_cache_are_refused(documents_alone):
     model, batches = documents_alone
-    for (_, padding, packing), batch in batches.items():
-        if padding in ("right", "both") or "cu_seq_lens_q" in batch.arguments:
-            continue  # generate reads the last column; and it repeats boundaries in every step
-        tokens = model.generate(**batch.arguments, max_new_tokens=3)[:, -3:]
-        for row, documents in zip(tokens, batch.documents):
-            alone = model.generate(documents[-1][None], max_new_tokens=3)[0, -3:]
-            assert row.equal(alone), (padding, packing)
+    for packing in PACKING[2:]:
+        batch = batches[2, "none", packing]
+        message = "a cache: packed documents and a cache are not supported: pass use_cache=False"
+        with pytest.raises(InvalidInput, match=message):
+            model(**batch.arguments, past_key_values=model.new_cache())
+        with pytest.raises(InvalidInput, match=message):
+            model.generate(**batch.arguments, max_new_tokens=3)
 
 
 @pytest.mark.parametrize("kind", NSA_MODELS)
@@ -393,24 +390,24 @@ def test_a_mask_may_have_any_dtype(dtype, documents_alone):
 def test_positions_that_do_not_continue_the_cache_are_refused():
     model = nsa_model()
     ids, mask, _ = padded_batch((50, 30))
-    stated = mask.cumsum(-1) - 1
-    for earlier, later, message in (
-        (
-            None,
-            torch.arange(100, 108),
-            "sequence 0 begin at 100, but must go on at 50 after",
-        ),
-        (stated, torch.arange(50, 58), "sequence 1 begin at 50, but must go on at 30 after"),
-        (stated + 7, torch.arange(50, 58), "sequence 0 begin at 50, but must go on at 57 after"),
-    ):
+    for earlier in (None, mask.cumsum(-1) - 1):
         cache = model.new_cache()
         model(ids, attention_mask=mask, past_key_values=cache, position_ids=earlier)
         for call in (model, model.model):
-            with pytest.raises(InvalidInput, match=message):
-                call(ids[:, :8], past_key_values=cache, position_ids=later[None])
-            with pytest.raises(InvalidInput, match="cu_seq_lens_q is passed with a cache that has"):
+            for start in (0, 40, 100):
+                message = f"sequence 0 begin at {start}, but must go on at 50 after"
+                later = torch.arange(start, start + 8)[None]
+                with pytest.raises(InvalidInput, match=message):
+                    call(ids[:, :8], past_key_values=cache, position_ids=later)
+            with pytest.raises(InvalidInput, match="cu_seq_lens_q is passed with a cache: "):
                 call(ids[:, :8], past_key_values=cache, cu_seq_lens_q=torch.tensor([0, 8, 16]))
         assert cache.get_seq_length() == 50
+        columns = torch.arange(50, 58)[None]  # positions that count the padding
+        model(ids[:, :8], past_key_values=cache, position_ids=columns)
+    with pytest.raises(
+        InvalidInput, match="sequence 0 begin at 7, but must go on at 0 after the 0"
+    ):
+        model(ids, past_key_values=model.new_cache(), position_ids=7 + torch.arange(50)[None])
 
 
 @torch.no_grad()
@@ -432,30 +429,6 @@ def test_documents_start_anywhere_unless_phi_compresses_rotated_keys(compress):
         parts = ids.split([30, 30] if arguments is calls[1] else [60], 1)
         expected = torch.cat([model(part).logits for part in parts], 1)
         assert torch.allclose(model(ids, **arguments).logits, expected, rtol=0, atol=1e-12)
-
-
-@torch.no_grad()
-def test_the_position_of_a_sequence_stays_with_it_in_a_cache():
-    """A cache that is reordered, divided, copied, cropped and reset knows where its rows start."""
-    model = nsa_model(dtype=torch.float64)
-    ids = torch.randint(1, 61, (2, 40))
-    start, cache = torch.tensor([[7], [300]]), model.new_cache(max_rollback=3)
-    columns = torch.arange(40)
-    model(ids[:, :30], past_key_values=cache, position_ids=start + columns[:30])
-    cache.reorder_cache(torch.tensor([1, 0]))
-    cache.batch_select_indices(torch.tensor([True, True]))
-    cache.batch_repeat_interleave(2)
-    cache = copy.deepcopy(cache)
-    cache.crop(-3)
-    rows = torch.tensor([1, 1, 0, 0])
-    logits = model(
-        ids[rows, 27:], past_key_values=cache, position_ids=start[rows] + columns[27:]
-    ).logits
-    assert torch.allclose(logits, model(ids[rows]).logits[:, 27:], rtol=0, atol=1e-12)
-    with pytest.raises(InvalidInput, match="begin at 47, but must go on at 340"):
-        model(ids[rows, :1], past_key_values=cache, position_ids=torch.tensor([[47]]))
-    cache.reset()
-    model(ids[rows], past_key_values=cache, position_ids=columns[None] + 9)
 
 
 def test_checkpointing_does_not_drop_a_cache_in_silence():

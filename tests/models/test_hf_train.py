@@ -270,7 +270,10 @@ def test_trainer_lowers_the_loss_and_writes_a_model(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_parameters": {**YARN, "rope_type": "dynamic"}}, r"rope_type 'dynamic' is not supp"),
+        (
+            {"rope_parameters": {**YARN, "rope_type": "dynamic"}},
+            "'dynamic'.*NSA rotates with fixed",
+        ),
         (
             {
                 "rope_parameters": {
@@ -281,7 +284,7 @@ def test_trainer_lowers_the_loss_and_writes_a_model(tmp_path):
                     "original_max_position_embeddings": 64,
                 }
             },
-            r"rope_type 'longrope' is not supported, because its frequencies depend on the length",
+            "rope_parameters = .*'longrope'.*NSA rotates with fixed frequencies: those of default",
         ),
         ({"attention_dropout": 0.1}, r"attention_dropout = 0.1 \(NSA has no dropout\)"),
         ({"nsa": {"head_dim": 8}}, r"config.nsa: head_dim must not be set"),

@@ -22,7 +22,6 @@ ALLOWED = {
     "nsa-models/src/nsa_models/hf/": {"transformers"},
     # Classes and functions of transformers that open no connection.
     "nsa-models/src/nsa_models/lm/config_json.py": {"transformers"},
-    "nsa-models/src/nsa_models/lm/rotary.py": {"transformers"},
     "nsa-cli/src/nsa_cli/convert.py": {"transformers"},
     "nsa-cli/src/nsa_cli/generate.py": {"transformers"},
     "nsa-vllm/src/nsa_vllm/plugin.py": {

@@ -163,6 +163,8 @@ SCALED = {
     "YaRN of DeepSeek": {**YARN, "factor": 40, "mscale": 1.0, "mscale_all_dim": 0.7},
     "YaRN by the lengths": {"type": "yarn", "factor": 2.0},
     "YaRN without a factor": {**YARN, "factor": None},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.3},
+    "proportional and slowed": {"rope_type": "proportional", "factor": 8.0},
 }
 
 
@@ -205,6 +207,7 @@ def test_overrides_and_ignored_names_replace_scaled_frequencies():
     [
         ({"factor": None, "rope_type": "llama3"}, "float.. argument must be a string or a"),
         ({"factor": 0}, "division by zero"),
+        ({"rope_type": "llama3", "low_freq_factor": 0, "high_freq_factor": 4}, "got 0$"),
         ({"factor": 10**5000}, "int too large to convert to float"),
         ({"original_max_position_embeddings": "long"}, "could not convert string to float"),
         ({"original_max_position_embeddings": -4}, "math domain error"),

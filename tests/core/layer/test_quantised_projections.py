@@ -126,7 +126,6 @@ def test_quantised_projections_equal_dequantised_ones_on_every_path(kind):
         with torch.no_grad():
             outputs = [attn(part, cache=cache) for part in x.split(steps, 1)]
         torch.testing.assert_close(torch.cat(outputs, 1), expected.detach())
-    assert attn.stats(x).distinct_blocks == reference.stats(x).distinct_blocks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -177,7 +177,7 @@ def test_adapter_around_a_linear_gate_is_refused():
     attn, x = layer_of(), torch.randn(1, LENGTH, 24, dtype=torch.float64)
     expected = attn(x)
     wrapped = changed_copy(attn, "gate", LoRA)
-    for call in (wrapped, wrapped.stats, lambda x: wrapped(x, cache=wrapped.new_cache(1, LENGTH))):
+    for call in (wrapped, lambda x: wrapped(x, cache=wrapped.new_cache(1, LENGTH))):
         with pytest.raises(
             InvalidInput, match=r"gate: LoRA adds a\.weight, b\.weight to a LinearGate"
         ):

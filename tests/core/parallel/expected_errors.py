@@ -14,7 +14,6 @@ DISAGREEMENTS: dict[tuple[str, str], str] = {
     ("sequence", "the dtype of x"): "the dtype of x on rank 1 differs from that on rank 0",
     ("sequence", "layout"): "the layout on rank 1 differs from that on rank 0",
     ("sequence", "mode"): "the mode on rank 1 differs from that on rank 0",
-    ("sequence", "reduce_dtype"): "reduce_dtype on rank 1 differs from that on rank 0",
     ("sequence", "plan"): "the plan on rank 1 differs from that on rank 0 (rank {rank} has the plan"
     " = {{'cmp': 'sdpa ",
     ("sequence", "recompute"): "recompute on rank 1 differs from that on rank 0",
@@ -41,7 +40,6 @@ REFUSALS: dict[str, str] = {
     "new_cache": "Unsupported: new_cache is not context parallel",
     "a cache": "Unsupported: a call with a cache is not context parallel",
     "new": "Unsupported: a call with a cache is not context parallel",
-    "stats": "Unsupported: stats is not context parallel",
     "an odd number of rows": "InvalidInput: x must have an even number of rows for layout"
     " 'head_tail', got 7",
     "a plan for whole sequences": "InvalidInput: plan is for whole sequences",

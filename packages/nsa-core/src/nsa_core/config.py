@@ -255,8 +255,8 @@ class NSAConfig:
             num_key_value_heads      n_kv_heads; n_heads if absent or null
             head_dim                 head_dim; dim / n_heads if absent or null
             rope_theta               rope_base, also from rope_parameters
-            rope_scaling,            rope_frequencies of rope_type linear, llama3 and yarn, and the
-            rope_parameters          factor of yarn in scale
+            rope_scaling,            rope_frequencies of rope_type linear, llama3, yarn and
+            rope_parameters          proportional, and the factor of yarn in scale
             query_pre_attn_scalar    scale = its power -1/2 (Gemma)
             attention_multiplier     scale (Granite)
             model_type               qk_norm=True for qwen3, qwen3_moe and gemma3_text

@@ -259,6 +259,8 @@ def _effective_values(values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(rope, Mapping) and values.get("rope_theta") is None:
         values["rope_theta"] = rope.get("rope_theta")
         values.setdefault("partial_rotary_factor", rope.get("partial_rotary_factor"))
+    if rope_scaling.kind_of(rope) == "proportional":  # its frequencies have this factor
+        values["partial_rotary_factor"] = None
     return values
 
 

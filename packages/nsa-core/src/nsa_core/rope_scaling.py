@@ -1,7 +1,8 @@
 """Rotary frequencies of Hugging Face configurations that scale them, without torch.
 
 The formulas are those of position interpolation ("linear", arXiv 2306.15595), of Llama 3.1
-("llama3") and of YaRN ("yarn", arXiv 2309.00071).
+("llama3"), of YaRN ("yarn", arXiv 2309.00071), and of heads of which a part is rotated
+("proportional").
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from nsa_core.errors import InvalidInput
 from nsa_core.limits import shown
 from nsa_core.util.text import describe_error
 
-KINDS = ("linear", "llama3", "yarn")
+KINDS = ("linear", "llama3", "yarn", "proportional")
 
 
 def kind_of(rope: Any) -> str:
@@ -46,14 +47,21 @@ def scaled_frequencies(
     """
     try:
         plain = [float(base) ** (-2 * i / width) for i in range(width // 2)]
-        kind, factor = kind_of(rope), rope.get("factor")
+        kind = kind_of(rope)
+        if kind == "proportional":
+            rotated = int(float(rope.get("partial_rotary_factor", 1)) * width // 2)
+            factor = float(rope.get("factor", 1))
+            return tuple(f / factor if i < rotated else 0.0 for i, f in enumerate(plain)), 1.0
+        factor = rope["factor"]
         if kind == "linear":
-            return tuple(f / float(rope["factor"]) for f in plain), 1.0
+            return tuple(f / float(factor) for f in plain), 1.0
         trained = float(rope.get("original_max_position_embeddings") or longest)
-        factor = float(longest / trained if kind == "yarn" and factor is None else rope["factor"])
+        factor = float(longest / trained if kind == "yarn" and factor is None else factor)
         if kind == "llama3":
             # turns of the pair over the trained length; few turns are slowed down
             low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+            if not low > 0:
+                raise ValueError(f"low_freq_factor must be > 0, got {low:g}")
             turns = [trained * f / (2 * math.pi) for f in plain]
             shares = [min(max((n - low) / (high - low), 0.0), 1.0) for n in turns]
             attention = 1.0

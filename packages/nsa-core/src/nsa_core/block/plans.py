@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from nsa_core.config import NSAConfig, is_finite
-from nsa_core.errors import InvalidInput, NSAError, Unsupported
+from nsa_core.errors import InvalidInput, NSAError
 from nsa_core.limits import integer_problems, shown
-from nsa_core.plan.default_plan import CACHED, ObjectCache, constant_result, frozen_backends
+from nsa_core.plan.default_plan import (
+    CACHED,
+    ObjectCache,
+    constant_result,
+    options_of,
+    planned,
+)
 from nsa_core.plan.options import PlanOptions
 from nsa_core.plan.plan import SlotPlan, resolve_slot
 from nsa_core.plan.registry import Registry
-
-Result = TypeVar("Result")
 
 # Blocks of more keys are split into blocks of one of these sizes, which all kernels take.
 LARGEST_BLOCK = 256
@@ -197,53 +200,21 @@ def default_block_plan(
     Raises:
         Unsupported, BackendUnavailable, InvalidInput: As :func:`nsa_core.resolve`.
     """
-    frozen = (tuple(sizes), device, dtype, varlen, partial, wants_grad, backends, seq_len)
+    arguments = (tuple(sizes), device, dtype, varlen, wants_grad, backends, seq_len, partial)
     if torch.compiler.is_compiling():
-        plan: BlockPlan = getattr(_plans, _plan_name(*frozen))
+        plan: BlockPlan = getattr(_plans, _plan_name(*arguments))
         return plan
-    return _planned(_plans.get, *frozen)
+    return planned(_plans.get, *arguments)
 
 
 @constant_result  # planning calls plugin code, which torch.compile must not trace
 def _plan_name(*arguments: Any) -> str:
     """Return the name of the attribute of ``_plans`` that holds the plan."""
-    return _planned(_plans.name_of, *arguments)
+    return planned(_plans.name_of, *arguments)
 
 
-def _planned(
-    look_up: Callable[..., Result],
-    sizes: tuple[Any, ...],
-    device: torch.device,
-    dtype: torch.dtype,
-    varlen: bool,
-    partial: bool,
-    wants_grad: bool,
-    backends: str | None,
-    seq_len: int | None,
-) -> Result:
-    """Return ``look_up`` of the plan with a backward, or without one if none is needed."""
-    device = torch.device("cpu") if device.type == "meta" else device
-    frozen_backends(backends)  # an unknown name is refused before any probe runs
-    options = PlanOptions(
-        device=device,
-        dtype=dtype,
-        backends=backends,
-        needs_grad=True,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        varlen=varlen,
-        partial=partial,
-        seq_len=seq_len,
-    )
-    try:
-        return look_up(sizes, options)
-    except Unsupported:
-        if wants_grad:
-            raise
-        return look_up(sizes, dataclasses.replace(options, needs_grad=False))
-
-
-def _resolve_default(sizes: tuple[Any, ...], options: PlanOptions) -> BlockPlan:
-    return resolve_blocks(BlockSizes(*sizes), options)
+def _resolve_default(sizes: tuple[Any, ...], *options: Any) -> BlockPlan:
+    return resolve_blocks(BlockSizes(*sizes), options_of(*options))
 
 
 _plans = ObjectCache(_resolve_default)
@@ -253,7 +224,6 @@ def default_decode_plan(
     sizes: BlockSizes, device: torch.device, dtype: torch.dtype, backends: str | None
 ) -> BlockPlan:
     """Return the plan of decode steps without an explicit plan; raises as for other calls."""
-    frozen_backends(backends)  # an unknown name is refused before any probe runs
     deterministic = torch.are_deterministic_algorithms_enabled()
     return _decode_plan(sizes, device, dtype, backends, deterministic)
 

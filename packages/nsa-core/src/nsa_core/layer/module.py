@@ -9,7 +9,6 @@ import torch
 
 from nsa_core.cache.cache import NSACache, make_cache
 from nsa_core.cache.state import CacheSizes
-from nsa_core.layer.gating import compute_gates
 from nsa_core.layer.input_checks import check_layer_input
 from nsa_core.layer.other_keywords import check_other_keywords
 from nsa_core.layer.plain_linear import base_weight, stated_dtype
@@ -17,7 +16,6 @@ from nsa_core.layer.projection import NSAProjections
 from nsa_core.torch_ops.torch_state import dtype_of_products
 
 if TYPE_CHECKING:
-    from nsa_core.layer.stats import NSAStats
     from nsa_core.plan.plan import Plan
 
 
@@ -229,31 +227,3 @@ class NSAttention(NSAProjections):
         dtype = stated_dtype(weight)
         device = self.reference.device if weight is None or dtype is None else weight.device
         check_layer_input(x, self.config.dim, device, dtype, cu_seqlens, max_seqlen)
-
-    def stats(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> NSAStats:
-        """Return statistics of the gates and of the selected blocks over x.
-
-        Runs the slots cmp and select, without gradient, and synchronises.
-
-        Args:
-            x: the input [B, S, dim], or packed documents [T, dim].
-            cu_seqlens: int32 [documents + 1] on x's device, for packed documents.
-
-        Returns:
-            Averages over tokens and heads; see :class:`nsa_core.layer.stats.NSAStats`.
-
-        Raises:
-            InvalidInput: x or cu_seqlens do not fit the layer.
-            Unsupported: no backend supports the request.
-        """
-        from nsa_core.layer.stats import summarize
-
-        if self.parallel is not None:
-            self.parallel.refuse("stats")
-        with torch.no_grad():
-            self._check_input(x, cu_seqlens)
-            q, _, _, k_cmp, v_cmp = self.project(x, cu_seqlens)
-            plan = self.resolve_plan(x, q, cu_seqlens is not None)
-            _, lse = plan.cmp(q, k_cmp, v_cmp, cu_seqlens=cu_seqlens)
-            blocks = plan.select(q, k_cmp, lse, cu_seqlens=cu_seqlens)
-            return summarize(compute_gates(self.gate, x), blocks, self.config.geometry, cu_seqlens)

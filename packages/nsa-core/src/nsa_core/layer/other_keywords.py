@@ -23,7 +23,10 @@ _POSITIONS = (
     " is not supported: positions are those of the tokens in their sequence, document or cache;"
     " pass cu_seqlens= for packed documents"
 )
-_WEIGHTS = " is not supported: NSA forms no attention weights; stats() summarises gates and blocks"
+_WEIGHTS = (
+    " is not supported: NSA forms no attention weights; for gates and selected blocks see"
+    " docs/how-to/inspect.md"
+)
 _CAUSAL = " must be True: NSA is causal attention"
 _DROPOUT = " must be 0: NSA has no dropout; apply dropout outside the layer"
 

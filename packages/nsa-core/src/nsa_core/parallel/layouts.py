@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 
 from nsa_core.errors import InvalidInput
-from nsa_core.limits import integer_problems
 
 LAYOUTS = ("contiguous", "head_tail")
 
@@ -26,16 +25,6 @@ def check_layout(layout: object) -> None:
     """
     if layout not in LAYOUTS:
         raise InvalidInput(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-
-
-def check_count(name: str, value: object, minimum: int) -> None:
-    """Check that ``value`` is an integer >= ``minimum`` and not beyond its limit.
-
-    Raises:
-        InvalidInput: it is not.
-    """
-    if problems := integer_problems(name, value, minimum):
-        raise InvalidInput(problems[0])
 
 
 def pieces_per_rank(layout: str) -> int:

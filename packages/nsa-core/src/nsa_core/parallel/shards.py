@@ -15,11 +15,12 @@ import torch
 
 from nsa_core.config import NSAConfig, check_config
 from nsa_core.errors import InvalidInput
+from nsa_core.flops import visible_pairs
 from nsa_core.layout import BlockGeometry
+from nsa_core.limits import check_integers
 from nsa_core.parallel.collectives import gather_rows, group_name, group_size
 from nsa_core.parallel.layouts import (
     LAYOUTS,
-    check_count,
     check_layout,
     chunks_of,
     in_order,
@@ -55,8 +56,7 @@ def pad_to(total: int, world: int, layout: str = "head_tail") -> int:
         (1002, 1002)
     """
     check_layout(layout)
-    check_count("total", total, 0)
-    check_count("world", world, 1)
+    check_integers({"world": world}, {"total": total})
     chunks = world * pieces_per_rank(layout)
     return -(-total // chunks) * chunks
 
@@ -91,9 +91,7 @@ class Shards:
 
     def __post_init__(self) -> None:
         check_layout(self.layout)
-        check_count("total", self.total, 0)
-        check_count("world", self.world, 1)
-        check_count("rank", self.rank, 0)
+        check_integers({"world": self.world}, {"total": self.total, "rank": self.rank})
         if self.rank >= self.world:
             raise InvalidInput(f"rank must be below world = {self.world}, got {self.rank}")
         if self.total % self.chunks:
@@ -182,7 +180,7 @@ class Shards:
             return local
         name = self.checked_group(group)
         rows = local.movedim(dim, 0)
-        gathered = gather_rows(rows.contiguous(), name, torch.float32)
+        gathered = gather_rows(rows.contiguous(), name)
         return in_order(gathered, self.world, self.layout).movedim(0, dim)
 
     def checked_group(self, group: ProcessGroup | None) -> str:
@@ -224,8 +222,7 @@ def choose_layout(lengths: Sequence[int], world: int, config: NSAConfig) -> str:
         ('head_tail', 'contiguous')
     """
     check_config(config)
-    for index, length in enumerate(lengths):
-        check_count(f"lengths[{index}]", length, 0)
+    check_integers({}, {f"lengths[{index}]": length for index, length in enumerate(lengths)})
     total = sum(lengths)
     contiguous = Shards(total, world, 0, "contiguous")
     if total % (2 * contiguous.world):
@@ -264,16 +261,5 @@ def _chunk_spans(lengths: Sequence[int], chunk: int) -> Iterator[tuple[int, int,
 
 def _cost(length: int, geometry: BlockGeometry) -> int:
     """Return the cost of the first ``length`` rows of a document."""
-    stride, blocks = geometry.compress_stride, geometry.num_compressed(length)
-    # Compressed token i is seen by the rows from i * stride + l - 1 on.
-    compressed = blocks * (length - geometry.compress_block_size + 1)
-    compressed -= stride * (blocks * (blocks - 1) // 2)
-    selected = geometry.num_selected_blocks * geometry.select_block_size
-    keys = sum(_ramp(length, most) for most in (selected, geometry.window_size))
-    return compressed + _KEY_COST * keys
-
-
-def _ramp(length: int, most: int) -> int:
-    """Return the sum of min(t + 1, most) over the rows t below ``length``."""
-    rising = min(length, most)
-    return rising * (rising + 1) // 2 + (length - rising) * most
+    pairs = visible_pairs(geometry, length)
+    return pairs["cmp"] + _KEY_COST * (pairs["sel"] + pairs["win"])

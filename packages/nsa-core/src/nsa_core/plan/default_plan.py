@@ -130,7 +130,7 @@ def default_plan(
     if torch.compiler.is_compiling():
         plan: Plan = getattr(_plans, _plan_name(as_constant(config.values), *arguments))
         return plan
-    return _planned(_plans.get, config.values, *arguments)
+    return planned(_plans.get, config.values, *arguments)
 
 
 def backends_of(plan: Plan) -> Backends:
@@ -195,13 +195,13 @@ def as_constant(value: Any) -> Any:
 @constant_result  # planning calls plugin code, which torch.compile must not trace
 def _plan_name(*arguments: Any) -> str:
     """Return the name of the attribute of ``_plans`` that holds the default plan."""
-    return _planned(_plans.name_of, *arguments)
+    return planned(_plans.name_of, *arguments)
 
 
-def _planned(
+def planned(
     look_up: Callable[..., Result],
-    # Fields of the config: some versions of torch.compile cannot pass a dataclass.
-    values: tuple[Any, ...],
+    # The sizes of a call, which some versions of torch.compile cannot pass as a dataclass.
+    sizes: tuple[Any, ...],
     device: torch.device,
     dtype: torch.dtype,
     varlen: bool,
@@ -213,18 +213,17 @@ def _planned(
     """Return ``look_up`` of the plan with a backward, or without one if none is needed."""
     device = torch.device("cpu") if device.type == "meta" else device
     deterministic = torch.are_deterministic_algorithms_enabled()
-    arguments = (values, device, dtype, varlen, deterministic, backends, seq_len, partial)
+    arguments = (device, dtype, varlen, deterministic, backends, seq_len, partial)
     try:
-        return look_up(True, *arguments)
+        return look_up(sizes, True, *arguments)
     except Unsupported:
         if wants_grad:
             raise
-        return look_up(False, *arguments)
+        return look_up(sizes, False, *arguments)
 
 
-def _resolve_default(
+def options_of(
     needs_grad: bool,
-    values: tuple[Any, ...],
     device: torch.device,
     dtype: torch.dtype,
     varlen: bool,
@@ -232,8 +231,9 @@ def _resolve_default(
     backends: Backends,
     seq_len: int | None,
     partial: bool,
-) -> Plan:
-    options = PlanOptions(
+) -> PlanOptions:
+    """Return the options of a plan that :func:`planned` looks up, from the values of its key."""
+    return PlanOptions(
         device=device,
         dtype=dtype,
         backends=dict(backends) if isinstance(backends, tuple) else backends,
@@ -243,7 +243,10 @@ def _resolve_default(
         partial=partial,
         seq_len=seq_len,
     )
-    return resolve(NSAConfig(*values), options)
+
+
+def _resolve_default(values: tuple[Any, ...], *options: Any) -> Plan:
+    return resolve(NSAConfig(*values), options_of(*options))
 
 
 _plans = ObjectCache(_resolve_default)

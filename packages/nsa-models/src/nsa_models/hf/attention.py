@@ -47,7 +47,6 @@ class NSASelfAttention(NSAttention):
         cache: NSAModelCache | None = None,
         cu_seq_lens_q: torch.Tensor | None = None,
         max_length_q: int | None = None,
-        documents: list[list[int]] | None = None,
         **other: Any,
     ) -> tuple[torch.Tensor, None]:
         """Apply the layer.
@@ -63,7 +62,6 @@ class NSASelfAttention(NSAttention):
                 laid end to end, with the padding of a row after its tokens, as if it were a
                 document.
             max_length_q: Length of the longest packed document.
-            documents: With a cache, the number of tokens of the packed documents in each row.
             **other: Arguments of other attention layers, ignored.
 
         Returns:
@@ -92,7 +90,7 @@ class NSASelfAttention(NSAttention):
             )
         cache = past_key_values if cache is None else cache
         if cache is not None:
-            return cache.layers[self.layer_idx].attend(super().forward, x, rows, documents), None
+            return cache.layers[self.layer_idx].attend(super().forward, x, rows), None
         x = x if rows is None else rows.to_front(x)
         if cu_seq_lens_q is None:
             y = super().forward(x)

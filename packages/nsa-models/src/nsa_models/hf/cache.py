@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from nsa_core.cache.cache import NSACache, resized
@@ -53,7 +50,6 @@ class NSACacheLayer(CacheLayerMixin):
         forward: Callable[..., torch.Tensor],
         x: torch.Tensor,
         rows: TokenRows | None,
-        documents: Sequence[Sequence[int]] | None = None,
     ) -> torch.Tensor:
         """Append the tokens of x [B, S, dim] and return the layer's output for them.
 
@@ -61,14 +57,10 @@ class NSACacheLayer(CacheLayerMixin):
             forward: The forward of the layer, as NSAttention.forward.
             x: The input; under torch.no_grad() if it requires grad.
             rows: The rows of x that are tokens; None if all are.
-            documents: Number of tokens of the documents in each sequence of x, of which the first
-                continues the tokens in the cache; None if no other document starts.
         """
         state = self._state_for(x)
         tokens = x if rows is None else rows.to_front(x)
-        if documents is not None:
-            y = _attend_in_turn(forward, tokens, state, documents)
-        elif rows is None:
+        if rows is None:
             y = forward(tokens, cache=state)
         else:
             counts = rows.is_token.sum(1).tolist() if rows.counts is None else rows.counts
@@ -137,7 +129,7 @@ class NSACacheLayer(CacheLayerMixin):
 
         Raises:
             InvalidInput: The number is out of range, or a sequence has more than ``max_rollback``
-                tokens in these columns, or tokens of an earlier document.
+                tokens in these columns.
         """
         if self.state is None or tokens_to_remove == 0:
             return
@@ -151,12 +143,6 @@ class NSACacheLayer(CacheLayerMixin):
             if first + is_token.shape[1] > columns:  # padding is not in the state
                 padding = (~is_token[:, max(columns - first, 0) :]).sum(1).tolist()
                 lengths = [length + n for length, n in zip(lengths, padding)]
-        if min(lengths) < 0:
-            raise InvalidInput(
-                f"crop: {-tokens_to_remove} columns have tokens of an earlier document, which the"
-                " cache no longer holds; sequences have"
-                f" {self.state.host_lengths()} tokens"
-            )
         self.state.crop(lengths)
         self.columns = columns
         self.padded = [(i, mask[:, : columns - i]) for i, mask in self.padded if i < columns]
@@ -181,12 +167,6 @@ class NSACacheLayer(CacheLayerMixin):
             [b for b in range(max(self.batch_size, 0)) for _ in range(repeats)]
         )
 
-    def offload(self) -> NoReturn:
-        """Refuse: the cache stays on the device of its layer."""
-        raise InvalidInput("an NSACacheLayer cannot be offloaded to the CPU")
-
-    prefetch = offload
-
     def __deepcopy__(self, memo: dict[int, Any]) -> NSACacheLayer:
         copied = NSACacheLayer(self.attn, self.max_len, self.max_rollback)
         if self.state is not None:
@@ -204,34 +184,6 @@ def _row_list(indices: Sequence[int] | torch.Tensor) -> list[int]:
     return list(indices)
 
 
-def _attend_in_turn(
-    forward: Callable[..., torch.Tensor],
-    x: torch.Tensor,
-    state: NSACache,
-    documents: Sequence[Sequence[int]],
-) -> torch.Tensor:
-    """Append the documents of each sequence one after the other; the cache keeps the last one.
-
-    Args:
-        forward: The forward of the layer.
-        x: The input [B, S, dim], with the tokens of every sequence first.
-        state: The cache of the layer.
-        documents: As for :meth:`NSACacheLayer.attend`.
-    """
-    outputs: list[list[torch.Tensor]] = [[] for _ in documents]
-    first = [0] * len(documents)
-    for turn, counts in enumerate(zip_longest(*documents, fillvalue=0)):
-        if turn:
-            state.reset([b for b, count in enumerate(counts) if count])
-        parts = [row[start : start + n] for row, start, n in zip(x, first, counts)]
-        y = forward(pad_sequence(parts, batch_first=True), cache=state, new=counts)
-        for output, row, count in zip(outputs, y, counts):
-            output.append(row[:count])
-        first = [start + count for start, count in zip(first, counts)]
-    y = pad_sequence([torch.cat(parts) for parts in outputs], batch_first=True)
-    return F.pad(y, (0, 0, 0, x.shape[1] - y.shape[1]))
-
-
 class NSAModelCache(Cache):
     """The cache of an NSA model, created by ``model.new_cache()`` and by ``generate``.
 
@@ -239,10 +191,6 @@ class NSAModelCache(Cache):
         layers: The attention layers of the model, in order; None for a dense layer.
         max_len: Number of tokens per sequence for which memory is allocated; the cache grows.
         max_rollback: Maximum number of tokens that ``crop`` can remove.
-
-    Attributes:
-        offsets: The position of the first token of each sequence; None where ``position_ids`` have
-            not stated it.
 
     Raises:
         InvalidInput: A number is out of range.
@@ -259,15 +207,10 @@ class NSAModelCache(Cache):
             for attn in layers
         ]
         super().__init__(layers=caches)
-        self.offsets: list[int | None] | None = None
 
     @property
     def _first(self) -> NSACacheLayer:
         return next(layer for layer in self.layers if isinstance(layer, NSACacheLayer))
-
-    def offsets_of(self, batch: int) -> list[int | None]:
-        """Return a copy of :attr:`offsets`, for ``batch`` sequences."""
-        return [None] * batch if self.offsets is None else list(self.offsets)
 
     @property
     def has_padding(self) -> bool:
@@ -311,22 +254,3 @@ class NSAModelCache(Cache):
         order = beam_idx.tolist()
         for layer in self.layers:
             layer.reorder_cache(beam_idx if isinstance(layer, DynamicLayer) else order)
-        if self.offsets is not None:
-            self.offsets = [self.offsets[b] for b in order]
-
-    def batch_select_indices(self, indices: Sequence[int] | torch.Tensor) -> None:
-        """Keep only the sequences ``indices``, integers or a bool mask [B]."""
-        super().batch_select_indices(indices)
-        if self.offsets is not None:
-            self.offsets = [self.offsets[b] for b in _row_list(indices)]
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence ``repeats`` times."""
-        super().batch_repeat_interleave(repeats)
-        if self.offsets is not None:
-            self.offsets = [offset for offset in self.offsets for _ in range(repeats)]
-
-    def reset(self) -> None:
-        """Remove all tokens."""
-        super().reset()
-        self.offsets = None

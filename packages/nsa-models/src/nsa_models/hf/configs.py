@@ -10,8 +10,7 @@ from nsa_core.errors import InvalidInput
 from nsa_core.limits import shown
 from nsa_models.lm import config_json
 from nsa_models.lm.config import layers_with_nsa
-from nsa_models.lm.config_json import LayerSpec, check_sizes
-from nsa_models.lm.rotary import rotary_frequencies
+from nsa_models.lm.config_json import LayerSpec
 
 ATTENTION = "nsa"  # the attention implementation of transformers
 # NSAttention has no plan for tensor parallelism.
@@ -103,9 +102,6 @@ def layer_spec(config: PreTrainedConfig) -> LayerSpec:
         config: The configuration of the model.
 
     Raises:
-        InvalidInput: As :func:`nsa_models.lm.config_json.layer_spec`, or the rotary embedding is
-            not supported.
+        InvalidInput: As :func:`nsa_models.lm.config_json.layer_spec`.
     """
-    values = config.to_dict()
-    check_sizes(values)
-    return config_json.layer_spec(values, *rotary_frequencies(config))
+    return config_json.layer_spec(config.to_dict())

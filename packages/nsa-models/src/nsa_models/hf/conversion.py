@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from nsa_core.errors import InvalidInput, NSAError
+from nsa_core.errors import InvalidInput
 from nsa_core.limits import shown
 from nsa_core.util.atomic_files import check_output_folder, writing
-from nsa_models.hf.attention import NSASelfAttention
 from nsa_models.hf.configs import layer_spec
 from nsa_models.hf.folder import load_model
 from nsa_models.hf.models import MODELS
@@ -113,7 +112,6 @@ def convert(
                 parameter.requires_grad_(carried[name].requires_grad)
         converted.tie_weights()
         _move_new_parameters(converted, ours.keys() - carried.keys(), model)
-    _check_carried(converted, dense)
     converted.train(model.training)
     return Conversion(converted, list(dense), sorted(ours.keys() - carried.keys()))
 
@@ -199,47 +197,6 @@ def _move_new_parameters(converted: Any, new: set[str], dense: Any) -> None:
         parameter, attention = converted.get_parameter(name), name.split(".self_attn.")[0]
         reference = converted.get_parameter(f"{attention}.self_attn.out.weight")
         parameter.data = parameter.data.to(reference.device, reference.dtype)
-
-
-def _check_carried(converted: Any, dense: Mapping[str, torch.Tensor]) -> None:
-    """Check that the model has every value of the dense model, bit by bit.
-
-    Raises:
-        NSAError: It does not, for example because a name was mapped wrongly.
-    """
-    different = []
-    for name, tensor in dense.items():
-        for copy in _copies(converted, name):
-            if copy.dtype != tensor.dtype or not torch.equal(_bits(copy), _bits(tensor)):
-                different.append(name)
-    if different:
-        raise NSAError(f"conversion changed parameters: {', '.join(dict.fromkeys(different))}")
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(torch.uint8)
-
-
-def _copies(converted: Any, name: str) -> list[torch.Tensor]:
-    """Return the parts of the model that hold the dense model's parameter ``name``."""
-    prefix, _, part = name.rpartition(".self_attn.")
-    projection, _, kind = part.partition(".")
-    attn = converted.get_submodule(f"{prefix}.self_attn") if prefix else None
-    if not isinstance(attn, NSASelfAttention) or not projection.endswith("_proj"):
-        return [converted.get_parameter(name).detach()]
-    if projection == "o_proj":
-        return [getattr(attn.out, kind).detach()]
-    layer, joint = attn.config, getattr(attn.qkv, kind).detach()
-    pairs = 1 if layer.shared_kv else 3
-    q = layer.n_heads * layer.qk_dim
-    k, v = layer.n_kv_heads * layer.qk_dim, layer.n_kv_heads * layer.v_dim
-    of_q, *rest = joint.split([q, *[k] * pairs, *[v] * pairs])
-    parts: dict[str, list[torch.Tensor]] = {
-        "q_proj": [of_q],
-        "k_proj": rest[:pairs],
-        "v_proj": rest[pairs:],
-    }
-    return parts[projection]
 
 
 def convert_checkpoint(

@@ -145,9 +145,9 @@ class _NSADecoder(NSAPreTrained):
                 at padding, on either side. Other values are an error, of integers on a GPU only
                 with NSA_CHECK=1; compiled calls do not check them.
             position_ids: Integers [B, S], or [1, S] for all rows. A token whose position does not
-                follow that of the token before it starts a document, at any position. The first
-                tokens of a call must follow those in a cache, or start documents at 0; the cache
-                keeps the last document of each row.
+                follow that of the token before it starts a document, at any position. Beside a
+                cache, a row has one document, whose positions start at 0 and follow those of the
+                tokens in the cache; they may count padding before the document.
             past_key_values: A cache from :meth:`new_cache` or from an earlier output.
             inputs_embeds: Embeddings [B, S, dim] in place of ``input_ids``.
             use_cache: Return a cache in the output. Default: only if ``past_key_values`` is passed.
@@ -155,7 +155,7 @@ class _NSADecoder(NSAPreTrained):
                 on.
             **kwargs: ``cu_seq_lens_q`` int32 [documents + 1] and ``max_length_q`` for packed
                 documents: the boundaries in the B rows laid end to end, from 0 to B * S, with a
-                boundary at the end of each row, for an empty cache or none. ``position_ids`` have
+                boundary at the end of each row, without a cache. ``position_ids`` have
                 no effect beside them; those that do not count up by 1 in each document are an error
                 on the CPU, and on a GPU with NSA_CHECK=1. Other arguments of the dense decoder.
 
@@ -183,11 +183,11 @@ class _NSADecoder(NSAPreTrained):
             packing = packed_documents(
                 size, attention_mask, positions, cache, kwargs, self.first_nsa.config
             )
-            kwargs |= packing.arguments
+            kwargs |= packing
             if has_dense:
-                kwargs |= dense_arguments(inputs, attention_mask, cache, packing.arguments)
+                kwargs |= dense_arguments(inputs, attention_mask, cache, packing)
                 position_ids = kwargs.pop("position_ids")
-        output = super().forward(  # type: ignore[misc]
+        return super().forward(  # type: ignore[misc]
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -195,9 +195,6 @@ class _NSADecoder(NSAPreTrained):
             use_cache=use_cache or cache is not None,
             **{**kwargs, CACHE: cache},
         )
-        if cache is not None:
-            cache.offsets = packing.offsets
-        return output
 
     def _check_call(self, cache: Any, recomputes: bool, options: dict[str, Any]) -> None:
         """Check the cache, and that the other arguments ask for what NSA computes.

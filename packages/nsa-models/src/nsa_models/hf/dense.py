@@ -39,17 +39,8 @@ def dense_arguments(
         ``position_ids`` [B, S], which count the tokens of each sequence and document from 0; and
         ``dense_mask``, bool [B, 1, S, columns of the cache + S], True where a token attends; None
         for all earlier tokens of the sequence or document.
-
-    Raises:
-        InvalidInput: There are packed documents and a cache.
     """
     (batch, rows), device, past = inputs.shape[:2], inputs.device, 0
-    if packing.get("documents") is not None:
-        raise InvalidInput(
-            "packed documents and a cache are not supported by a model with dense layers"
-            " (nsa_layers), which would attend to earlier documents in the cache: pass"
-            " use_cache=False, or one document per row"
-        )
     positions = torch.arange(rows, device=device).expand(batch, rows)
     if attention_mask is not None:
         attention_mask = attention_mask.to(device).bool()

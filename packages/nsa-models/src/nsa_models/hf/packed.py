@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,19 +14,9 @@ from nsa_core.torch_ops.torch_state import checks_values, is_capturing
 from nsa_models.hf.cache import NSAModelCache
 
 Lengths = list[list[int]]  # of the documents in each row, in tokens
-
-
-class Packing(NamedTuple):
-    """Hold what a call of a decoder tells its layers and its cache.
-
-    Attributes:
-        arguments: Arguments of the layers: ``cu_seq_lens_q`` and ``max_length_q``, or ``documents``
-            for a cache; empty if no row has several documents.
-        offsets: The value of :attr:`NSAModelCache.offsets` after a call with a cache.
-    """
-
-    arguments: dict[str, Any]
-    offsets: list[int | None]
+_ONE_DOCUMENT = (
+    "packed documents and a cache are not supported: pass use_cache=False, or one document per row"
+)
 
 
 def packed_documents(
@@ -36,7 +26,7 @@ def packed_documents(
     cache: NSAModelCache | None,
     options: dict[str, Any],
     layer: NSAConfig,
-) -> Packing:
+) -> dict[str, Any]:
     """Divide the rows of a call into documents.
 
     Args:
@@ -48,13 +38,17 @@ def packed_documents(
         options: Other arguments of the decoder.
         layer: The layers of the decoder.
 
+    Returns:
+        Arguments of the layers, ``cu_seq_lens_q`` and ``max_length_q``; empty if no row has several
+        documents.
+
     Raises:
         InvalidInput: The arguments contradict each other, the boundaries do not divide each of
-            several rows, or NSA does not compute attention at these positions. Positions beside
-            boundaries are checked on the CPU, and on a GPU with NSA_CHECK=1.
+            several rows, several documents share a row of a cache, or NSA does not compute
+            attention at these positions. Positions beside boundaries are checked on the CPU, and on
+            a GPU with NSA_CHECK=1.
     """
     boundaries = options.get("cu_seq_lens_q")
-    offsets = [] if cache is None else cache.offsets_of(size[0])
     if boundaries is None:
         if options.get("cu_seq_lens_k") is not None:
             raise InvalidInput(
@@ -62,14 +56,13 @@ def packed_documents(
                 " documents as cu_seq_lens_q"
             )
         if position_ids is None:
-            return Packing({}, offsets)
-        packing: Packing = _from_positions(size, attention_mask, position_ids, cache, layer)
-        return packing
-    if cache is not None and cache.get_seq_length():
-        raise InvalidInput(
-            "cu_seq_lens_q is passed with a cache that has tokens, whose document may go on: pass"
-            " position_ids, which start at 0 in each new document"
+            return {}
+        arguments: dict[str, Any] = _from_positions(
+            size, attention_mask, position_ids, cache, layer
         )
+        return arguments
+    if cache is not None:
+        raise InvalidInput(f"cu_seq_lens_q is passed with a cache: {_ONE_DOCUMENT}")
     if not isinstance(boundaries, torch.Tensor) or boundaries.dim() != 1:
         is_tensor = isinstance(boundaries, torch.Tensor)
         passed = list(boundaries.shape) if is_tensor else type(boundaries).__name__
@@ -78,23 +71,18 @@ def packed_documents(
         positions = _rows_of(size, position_ids)
         if checks_values(positions):
             _check_documents(boundaries, positions.flatten(), attention_mask, layer)
-    if size[0] != 1 or attention_mask is not None or cache is not None:
-        arguments: dict[str, Any] = _from_boundaries(size, attention_mask, boundaries, cache)
-        return Packing(arguments, offsets)
+    if size[0] != 1 or attention_mask is not None:
+        arguments = _from_boundaries(size, attention_mask, boundaries)
+        return arguments
     longest = options.get("max_length_q")
-    arguments = {
+    return {
         "cu_seq_lens_q": boundaries.to(torch.int32),
         "max_length_q": None if longest is None else int(longest),
     }
-    return Packing(arguments, offsets)
 
 
-def _arguments(
-    size: torch.Size, lengths: Lengths, cache: NSAModelCache | None, device: torch.device
-) -> dict[str, Any]:
+def _arguments(size: torch.Size, lengths: Lengths, device: torch.device) -> dict[str, Any]:
     """Return the arguments of the layers, for rows whose tokens come before their padding."""
-    if cache is not None:
-        return {"documents": lengths} if max(map(len, lengths), default=0) > 1 else {}
     with_padding = [n for row in lengths for n in (*row, size[1] - sum(row)) if n]
     boundaries = torch.tensor([0, *with_padding]).cumsum(0, dtype=torch.int32)
     return {
@@ -105,10 +93,7 @@ def _arguments(
 
 @torch.compiler.disable(reason="it reads the boundaries on the host")
 def _from_boundaries(
-    size: torch.Size,
-    attention_mask: torch.Tensor | None,
-    boundaries: torch.Tensor,
-    cache: NSAModelCache | None,
+    size: torch.Size, attention_mask: torch.Tensor | None, boundaries: torch.Tensor
 ) -> dict[str, Any]:
     """Return the arguments of the layers for documents between boundaries. Synchronises.
 
@@ -129,7 +114,7 @@ def _from_boundaries(
         row[is_token].unique_consecutive(return_counts=True)[1].tolist()
         for row, is_token in zip(document, _tokens(size, attention_mask))
     ]
-    return _arguments(size, lengths, cache, boundaries.device)
+    return _arguments(size, lengths, boundaries.device)
 
 
 @torch.compiler.disable(reason="it reads the positions on the host")
@@ -177,12 +162,11 @@ def _from_positions(
     position_ids: torch.Tensor,
     cache: NSAModelCache | None,
     layer: NSAConfig,
-) -> Packing:
-    """Return the documents that positions mark. Synchronises."""
+) -> dict[str, Any]:
+    """Return the arguments of the layers for the documents that positions mark. Synchronises."""
     _check_readable("position_ids", position_ids)
     batch, columns = size[0], 0 if cache is None else cache.get_seq_length()
     held = [0] * batch if cache is None else cache.host_lengths(batch)
-    offsets: list[int | None] = [None] * batch if cache is None else cache.offsets_of(batch)
     lengths: Lengths = []
     positions, tokens = _rows_of(size, position_ids).cpu(), _tokens(size, attention_mask)
     for b, is_token in enumerate(tokens):
@@ -201,26 +185,21 @@ def _from_positions(
         bounds = [0, *((steps != 1).nonzero().flatten() + 1).tolist(), len(column)]
         lengths.append([end - start for start, end in pairwise(bounds)])
         first, *starts = position[bounds[:-1]].tolist()
-        offset = offsets[b]
-        if offset is None and first in (held[b], columns + int(column[0])):
-            offset = first - held[b]
-        if held[b] and first != held[b] + (offset or 0):
-            if first != 0:
-                raise InvalidInput(
-                    f"position_ids of sequence {b} begin at {first}, but must go on at"
-                    f" {held[b] + (offset or 0)} after the {held[b]} tokens in the cache, or start"
-                    " a document at 0"
-                )
-            lengths[b].insert(0, 0)  # of the document in the cache, which ends
-            starts.insert(0, first)
-        elif not held[b]:
-            offset = first
-        offsets[b] = starts[-1] if starts else offset
-        for start in (*starts, offset or 0):
+        if starts and cache is not None:
+            raise InvalidInput(
+                f"position_ids of sequence {b} start several documents beside a cache:"
+                f" {_ONE_DOCUMENT}"
+            )
+        # Some callers count the padding before a sequence too.
+        if cache is not None and first not in (held[b], columns + int(column[0])):
+            raise InvalidInput(
+                f"position_ids of sequence {b} begin at {first}, but must go on at {held[b]} after"
+                f" the {held[b]} tokens in the cache"
+            )
+        for start in (first - held[b], *starts):
             _check_start(start, layer)
     is_packed = max(map(len, lengths), default=0) > 1
-    arguments = _arguments(size, lengths, cache, position_ids.device) if is_packed else {}
-    return Packing(arguments, offsets)
+    return _arguments(size, lengths, position_ids.device) if is_packed else {}
 
 
 def _check_start(position: int, layer: NSAConfig) -> None:

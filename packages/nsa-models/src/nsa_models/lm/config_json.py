@@ -1,7 +1,7 @@
 """config.json of a model folder: the configuration of Hugging Face transformers as an LMConfig.
 
 This module imports neither torch nor transformers, except for a configuration that leaves out
-values or has rotary frequencies of its own.
+values.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ TYPES = (*DENSE_TYPES, *(f"nsa_{name}" for name in DENSE_TYPES))
 _STATED = ("dim", "n_heads", "n_kv_heads", "head_dim", "rope_base", "qk_norm")
 # Fields that change dense attention, and that a dense Llama or Qwen3 does not have.
 _NOT_DENSE = ("v_head_dim", "rope", "rope_frequencies", "scale")
-# Properties that NSAConfig.from_hf does not support, and that these models have.
-_SUPPORTED = ("rope_scaling", "rope_parameters", "attention_bias")
 # Values that transformers may leave out, with defaults that depend on the type of the model.
 _NEEDED = ("num_key_value_heads", "rms_norm_eps", "rope_parameters", "tie_word_embeddings")
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
@@ -104,15 +102,11 @@ class LayerSpec(NamedTuple):
     norm_eps: float
 
 
-def layer_spec(
-    values: Mapping[str, Any], frequencies: tuple[float, ...] | None = None, factor: float = 1.0
-) -> LayerSpec:
+def layer_spec(values: Mapping[str, Any]) -> LayerSpec:
     """Return the attention layers of a Llama, Qwen2 or Qwen3, dense or with NSA.
 
     Args:
         values: The configuration, as plain values.
-        frequencies: Rotary frequencies in radians per token; None: powers of ``rope_theta``.
-        factor: The factor of the rotary cosines and sines.
 
     Raises:
         InvalidInput: NSA cannot express the attention of the model, a size is out of range, or a
@@ -126,17 +120,11 @@ def layer_spec(
             f"config.nsa: {', '.join(stated)} must not be set, because the model states"
             " hidden_size, num_attention_heads, num_key_value_heads, head_dim and rope_parameters"
         )
-    if frequencies is not None:
-        options.setdefault("rope_frequencies", frequencies)
     if isinstance(options.get("rope_frequencies"), list):  # JSON has no tuples
         options["rope_frequencies"] = tuple(options["rope_frequencies"])
-    supported: tuple[str, ...] = _SUPPORTED
-    if (values.get("rope_parameters") or {}).get("rope_type") == "proportional":
-        # its frequencies are 0 in the part of a head that is not rotated
-        supported = (*_SUPPORTED, "partial_rotary_factor")
     fields = read_fields(
         {**values, "model_type": kind},
-        supported,
+        ["attention_bias"],  # these models have it beside NSA
         options,
         "Set these fields of the configuration to their defaults",
     )
@@ -146,8 +134,6 @@ def layer_spec(
         raise InvalidInput(f"config.nsa: {error}") from error
     if problems := memory_problems(layer):
         raise InvalidInput(f"config.nsa: {'; '.join(problems)}")
-    if factor != 1.0:  # of both cos and sin, so of q and of k
-        layer = NSAConfig(**{**fields, "scale": layer.softmax_scale * factor**2})
     bias = bool(values.get("attention_bias"))
     return LayerSpec(
         config=layer,
@@ -267,14 +253,7 @@ def config_of(values: Mapping[str, Any]) -> LMConfig:
     """
     fields = complete(known_fields(values))
     kind, values = fields["model_type"], {**values, **fields}
-    frequencies, factor = None, 1.0
-    rope = values.get("rope_parameters") or {}
-    per_layer = any(isinstance(value, Mapping) for value in rope.values())
-    if rope.get("rope_type", "default") != "default" or per_layer:
-        from nsa_models.lm.rotary import frequencies_of
-
-        frequencies, factor = frequencies_of(values)
-    spec = layer_spec(values, frequencies, factor)
+    spec = layer_spec(values)
     layers = values.get("nsa_layers")
     stated = [name for name in ("qk_norm", *_NOT_DENSE) if name in (values.get("nsa") or {})]
     if stated and layers is not None and len(layers) < values["num_hidden_layers"]:

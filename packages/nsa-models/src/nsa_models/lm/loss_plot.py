@@ -83,10 +83,9 @@ def _mass(axes: Any, header: dict[str, Any], records: list[dict[str, Any]]) -> N
         points = [(r["step"], r["selected_mass"][layer]) for r in records]
         axes.plot(*zip(*points), "o-", ms=4, lw=1.6, color=colour)
         text = f"layer {numbers[layer]}: {points[-1][1]:.0%}"
-        random = [(r["step"], r["random_mass"][layer]) for r in records if "random_mass" in r]
-        if random:  # logs of earlier versions lack it
-            axes.plot(*zip(*random), "--", lw=1.4, color=colour)
-            text += f", random {random[-1][1]:.0%}"
+        random = [(r["step"], r["random_mass"][layer]) for r in records]
+        axes.plot(*zip(*random), "--", lw=1.4, color=colour)
+        text += f", random {random[-1][1]:.0%}"
         ends.append(EndLabel(text, colour, points[-1], points[-1][1]))
     axes.set(xlabel="step", ylabel="share of dense probability", ylim=(0, 1))
     axes.set_title("Dense attention inside selected and random blocks")

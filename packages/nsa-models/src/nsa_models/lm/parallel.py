@@ -26,7 +26,6 @@ from nsa_core.parallel import ContextParallel, clip_gradients
 from nsa_core.plan.options import usable_device
 from nsa_models.lm.head_shards import HeadShards, unshard
 from nsa_models.lm.model import LanguageModel
-from nsa_models.lm.recipe import KINDS
 
 # The longest wait of a process for another one. The watch (nsa_models.lm.watch) notices within half
 # a minute that a process was killed or stopped; this ends a run in which one hangs while its
@@ -207,22 +206,18 @@ class Replica:
     Args:
         model: The model; it is divided and sharded in place.
         world: The processes.
-        kind: "ddp" or "fsdp"; used if gradients of several processes are averaged.
+        kind: One of :data:`nsa_models.lm.recipe.KINDS`; used if gradients of several processes are
+            averaged.
         compiled: Compile the blocks with torch.compile.
 
     Attributes:
         heads: The parameters that tensor parallelism divides; None without it.
         sharded: Whether FSDP2 shards the model.
-
-    Raises:
-        InvalidInput: ``kind`` is unknown.
     """
 
     def __init__(
         self, model: LanguageModel, world: World, kind: str = "ddp", compiled: bool = False
     ) -> None:
-        if kind not in KINDS:
-            raise InvalidInput(f"parallel must be one of {', '.join(KINDS)}, got {kind!r}")
         self.model, self._world = model, world
         self.sharded = world.averaged > 1 and kind == "fsdp"
         self._wrapped: Any = model
