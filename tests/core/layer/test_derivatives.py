@@ -371,7 +371,7 @@ def test_collectives_refuse_tangents(group: str) -> None:
     """torch.library.custom_op drops them silently."""
     x, rows = torch.randn(4, 2, 2), (4, "contiguous", [1, 1], group)
     for f, point in (
-        (lambda x: collectives.gather_rows(x, group), x),
+        (lambda x: collectives.gather_rows(x, group, torch.float32), x),
         (lambda x: collectives.scatter_sum(x, group), x),
         (lambda x: collectives.sum_ranks(x, group), x),
         (lambda x: collectives.extend(x, x, *rows)[0], x),

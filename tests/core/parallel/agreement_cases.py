@@ -63,7 +63,8 @@ def _sequence(rank: int, world: int, about: str) -> Call:
     case = problem("packed")._replace(options=options)
     layout = "contiguous" if about == "layout" else "head_tail"
     mode = "heads" if about == "mode" else "sequence"
-    layer = divided(world, case.layer(), mode=mode, layout=layout)
+    reduce_dtype = torch.float64 if about == "reduce_dtype" else torch.float32
+    layer = divided(world, case.layer(), mode=mode, layout=layout, reduce_dtype=reduce_dtype)
     rows = Shards(112, world, rank, layout).take(case.x)
     plan = None
     if about in ("plan", "a broken plan"):

@@ -55,7 +55,7 @@ def adjoint(rank: int, world: int, *, op: str) -> float:
     }
     place = (total, layout, widths, name)
     arguments: dict[str, tuple[Any, ...]] = {
-        "gather_rows": (name,),
+        "gather_rows": (name, exact),
         "scatter_sum": (name,),
         "sum_ranks": (name,),
         "extend": place,

@@ -14,6 +14,7 @@ DISAGREEMENTS: dict[tuple[str, str], str] = {
     ("sequence", "the dtype of x"): "the dtype of x on rank 1 differs from that on rank 0",
     ("sequence", "layout"): "the layout on rank 1 differs from that on rank 0",
     ("sequence", "mode"): "the mode on rank 1 differs from that on rank 0",
+    ("sequence", "reduce_dtype"): "reduce_dtype on rank 1 differs from that on rank 0",
     ("sequence", "plan"): "the plan on rank 1 differs from that on rank 0 (rank {rank} has the plan"
     " = {{'cmp': 'sdpa ",
     ("sequence", "recompute"): "recompute on rank 1 differs from that on rank 0",

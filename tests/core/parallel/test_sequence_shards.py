@@ -67,7 +67,7 @@ def test_each_compressed_token_comes_from_the_rank_of_its_last_token(
 ) -> None:
     geometry = CONFIG.geometry
     bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    ranks = Ranks.of(Shards(104, world, 0, layout), 104, "")
+    ranks = Ranks.of(Shards(104, world, 0, layout), 104, "", torch.float32)
     sent: dict[int, list[int]] = {}  # place in the gathered buffer -> last tokens, by brute force
     pieces = [p for rank in range(world) for p in Shards(104, world, rank, layout).pieces]
     ends = [
@@ -142,6 +142,7 @@ def test_contiguous_wastes_a_share_of_two_gpus_on_one_document(
         (lambda: choose_layout([4, 2.0], 2, CONFIG), r"lengths\[1\] must be an integer >= 0"),
         (lambda: ContextParallel("ring"), "mode must be one of auto, heads, sequence, got 'ring'"),
         (lambda: ContextParallel(layout="ring"), "layout must be one of contiguous, head_tail"),
+        (lambda: ContextParallel(reduce_dtype="fp32"), "reduce_dtype must be a floating-point"),
     ],
 )
 def test_wrong_arguments_are_named(call, message: str) -> None:

@@ -145,7 +145,7 @@ def _listed(ranks: list[int]) -> str:
 def _gathered(numbers: list[int], group: str, device: torch.device) -> list[list[int]]:
     """Return the numbers of every rank."""
     mine = torch.tensor([numbers], device=device)
-    rows: list[list[int]] = gather_rows(mine, group).tolist()
+    rows: list[list[int]] = gather_rows(mine, group, torch.float32).tolist()
     return rows
 
 

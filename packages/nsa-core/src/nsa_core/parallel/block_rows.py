@@ -102,7 +102,7 @@ def divided_block_attention(
         return _compared_values(tensors, shards, plan, options)
 
     plan = agreed(prepare, values, group_name(group), q)
-    ranks = Ranks.of(shards, shards.total, shards.checked_group(group))
+    ranks = Ranks.of(shards, shards.total, shards.checked_group(group), torch.float32)
     packed, choices = cu_seqlens is not None, blocks.split(ranks.chunk, -3)
 
     def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

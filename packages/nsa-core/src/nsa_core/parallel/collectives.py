@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import InvalidInput, NSAError
 from nsa_core.parallel.halo import Segment, Side, halo_sides
 from nsa_core.parallel.layouts import pieces_per_rank
@@ -100,32 +99,27 @@ def named_errors(operator: str, group: str) -> Iterator[None]:
         ) from error
 
 
-def _rows_of_all(x: torch.Tensor, group: str) -> torch.Tensor:
-    return x.new_empty((group_size(group) * x.shape[0], *x.shape[1:]))
-
-
 @torch.library.custom_op("nsa_parallel::gather_rows", mutates_args=())
-def gather_rows(x: torch.Tensor, group: str) -> torch.Tensor:
-    """Concatenate the rows of all ranks, in the order of the ranks. Gradients are summed in fp32.
+def gather_rows(x: torch.Tensor, group: str, reduce: torch.dtype) -> torch.Tensor:
+    """Concatenate the rows of all ranks, in the order of the ranks.
 
     Args:
         x: [n, ...], contiguous, of one shape on all ranks.
         group: name of the process group of P ranks.
+        reduce: dtype in which gradients are summed over the ranks, if it is wider than x's.
 
     Returns:
         [P * n, ...]
     """
-    out = _rows_of_all(x, group)
+    out = x.new_empty((group_size(group) * x.shape[0], *x.shape[1:]))
     with named_errors("gather_rows", group):
         _all_gather(out, x.contiguous(), group=_groups[group])
     return out
 
 
-gather_rows.register_fake(_rows_of_all)
-
-
-def _rows_of_one(x: torch.Tensor, group: str) -> torch.Tensor:
-    return x.new_empty((x.shape[0] // group_size(group), *x.shape[1:]))
+@gather_rows.register_fake
+def _(x: torch.Tensor, group: str, reduce: torch.dtype) -> torch.Tensor:
+    return x.new_empty((group_size(group) * x.shape[0], *x.shape[1:]))
 
 
 @torch.library.custom_op("nsa_parallel::scatter_sum", mutates_args=())
@@ -139,13 +133,15 @@ def scatter_sum(x: torch.Tensor, group: str) -> torch.Tensor:
     Returns:
         [n, ...]
     """
-    out = _rows_of_one(x, group)
+    out = x.new_empty((x.shape[0] // group_size(group), *x.shape[1:]))
     with named_errors("scatter_sum", group):
         _reduce_scatter(out, x.contiguous(), group=_groups[group])
     return out
 
 
-scatter_sum.register_fake(_rows_of_one)
+@scatter_sum.register_fake
+def _(x: torch.Tensor, group: str) -> torch.Tensor:
+    return x.new_empty((x.shape[0] // group_size(group), *x.shape[1:]))
 
 
 @torch.library.custom_op("nsa_parallel::sum_ranks", mutates_args=())
@@ -208,7 +204,12 @@ def _exchange(
 
 @torch.library.custom_op("nsa_parallel::extend", mutates_args=())
 def extend(
-    win: torch.Tensor, raw: torch.Tensor, total: int, layout: str, widths: list[int], group: str
+    win: torch.Tensor,
+    raw: torch.Tensor,
+    total: int,
+    layout: str,
+    widths: list[int],
+    group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Extend each piece of two tensors by the rows to its left, in one all-to-all.
 
@@ -241,7 +242,12 @@ def extend(
 
 @extend.register_fake
 def _(
-    win: torch.Tensor, raw: torch.Tensor, total: int, layout: str, widths: list[int], group: str
+    win: torch.Tensor,
+    raw: torch.Tensor,
+    total: int,
+    layout: str,
+    widths: list[int],
+    group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     pieces = pieces_per_rank(layout)
     shapes = [
@@ -304,16 +310,23 @@ def _(
     return outs[0], outs[1]
 
 
+def sum_dtype(dtype: torch.dtype, reduce: torch.dtype) -> torch.dtype:
+    """Return the dtype in which gradients of ``dtype`` are summed."""
+    return torch.promote_types(dtype, reduce)
+
+
 def _save_group(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.dtype, ctx.arguments = inputs[0].dtype, inputs[1:]
 
 
-def _gather_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return scatter_sum(grad.to(stats_dtype(ctx.dtype)), *ctx.arguments).to(ctx.dtype), None
+def _gather_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    group, reduce = ctx.arguments
+    total = scatter_sum(grad.to(sum_dtype(ctx.dtype, reduce)), group)
+    return total.to(ctx.dtype), None, None
 
 
 def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return gather_rows(grad, *ctx.arguments), None
+    return gather_rows(grad, *ctx.arguments, grad.dtype), None
 
 
 def _sum_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -321,7 +334,7 @@ def _sum_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
 
 
 def _extend_backward(ctx: Any, win: torch.Tensor, raw: torch.Tensor) -> tuple[Any, ...]:
-    d_win, d_raw = extend_back(win, raw, *ctx.arguments[1:], stats_dtype(ctx.dtype))
+    d_win, d_raw = extend_back(win, raw, *ctx.arguments[1:], sum_dtype(ctx.dtype, torch.float32))
     return (d_win.to(ctx.dtype), d_raw.to(ctx.dtype), *[None] * 4)
 
 

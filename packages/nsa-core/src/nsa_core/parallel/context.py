@@ -56,6 +56,8 @@ class ContextParallel(ParallelStyle):
         mode: "auto", "heads" or "sequence".
         layout: the rows of a rank, as in :class:`nsa_core.parallel.Shards`: "head_tail" or
             "contiguous". :func:`nsa_core.parallel.choose_layout` computes the faster one.
+        reduce_dtype: dtype in which gradients of keys and values are summed over the ranks, if it
+            is wider than theirs.
 
     Raises:
         InvalidInput: an argument is invalid; or, from ``parallelize_module``, the module is not an
@@ -69,12 +71,22 @@ class ContextParallel(ParallelStyle):
         >>> y = model(shards.take(tokens), cu_seqlens=cu_seqlens, max_seqlen=longest)
     """
 
-    def __init__(self, mode: str = "auto", layout: str = "head_tail") -> None:
+    def __init__(
+        self,
+        mode: str = "auto",
+        layout: str = "head_tail",
+        *,
+        reduce_dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
         if mode not in MODES:
             raise InvalidInput(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
         check_layout(layout)
-        self.mode, self.layout = mode, layout
+        if not isinstance(reduce_dtype, torch.dtype) or not reduce_dtype.is_floating_point:
+            raise InvalidInput(
+                f"reduce_dtype must be a floating-point torch.dtype, got {reduce_dtype!r}"
+            )
+        self.mode, self.layout, self.reduce_dtype = mode, layout, reduce_dtype
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer = layer_to_divide("ContextParallel", module, device_mesh)
@@ -91,7 +103,9 @@ class ContextParallel(ParallelStyle):
             return module
         rank = Shards(0, world, device_mesh.get_local_rank(), self.layout)
         share = heads_of_one_rank(config, world) if mode == "heads" else config
-        layer.parallel = DividedSequence(mode, rank, group_name(device_mesh.get_group()), share)
+        layer.parallel = DividedSequence(
+            mode, rank, group_name(device_mesh.get_group()), self.reduce_dtype, share
+        )
         return module
 
 
@@ -137,12 +151,14 @@ class DividedSequence:
         mode: "heads" or "sequence".
         rank: the Shards of this rank with no rows; it holds P, the rank and the layout.
         group: name of the process group.
+        reduce: dtype in which gradients are summed.
         share: the config of the plan: in mode heads with the heads of one rank, else the layer's.
     """
 
     mode: str
     rank: Shards
     group: str
+    reduce: torch.dtype
     share: NSAConfig
 
     def refuse(self, action: str) -> NoReturn:
@@ -173,13 +189,14 @@ class DividedSequence:
 
         def prepare() -> tuple[RankCall, Ranks]:
             layer._check_input(x, cu_seqlens, max_seqlen)
-            ranks = Ranks.of(self.rank, x.shape[-2] * self.rank.world, self.group)
+            ranks = Ranks.of(self.rank, x.shape[-2] * self.rank.world, self.group, self.reduce)
             return self._prepared(layer, x, cu_seqlens, max_seqlen, plan, ranks), ranks
 
         def values(call: tuple[RankCall, Ranks] | None) -> dict[str, object]:
             return {
                 "the layout": self.rank.layout,
                 "the mode": self.mode,
+                "reduce_dtype": self.reduce,
                 **values_of_layer(layer, x, cu_seqlens, max_seqlen, call and call[0].plan),
             }
 

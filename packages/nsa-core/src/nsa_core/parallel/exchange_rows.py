@@ -17,12 +17,12 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from nsa_core.dtypes import stats_dtype
 from nsa_core.parallel.collectives import (
     extend,
     extend_back,
     gather_rows,
     scatter_sum,
+    sum_dtype,
 )
 from nsa_core.parallel.layouts import in_order, in_rank_order
 from nsa_core.torch_ops.torch_state import is_eager
@@ -42,6 +42,7 @@ class Ranks(NamedTuple):
         chunk: number of rows of a piece.
         pieces: the rows of this rank as ranges (first, end), in order.
         group: name of the process group.
+        reduce: dtype in which gradients are summed, if it is wider than that of the tensors.
     """
 
     total: int
@@ -50,20 +51,22 @@ class Ranks(NamedTuple):
     chunk: int
     pieces: tuple[tuple[int, int], ...]
     group: str
+    reduce: torch.dtype
 
     @classmethod
-    def of(cls, shards: Shards, total: int, group: str) -> Ranks:
+    def of(cls, shards: Shards, total: int, group: str, reduce: torch.dtype) -> Ranks:
         """Return the ranks of a call.
 
         Args:
             shards: the place of this rank; its number of rows is not read.
             total: number of rows of all ranks together, which divides over them.
             group: name of the process group.
+            reduce: dtype in which gradients are summed.
         """
         world, layout = shards.world, shards.layout
         chunk = total // shards.chunks
         pieces = tuple([(k * chunk, (k + 1) * chunk) for k in shards.numbers])
-        return cls(total, world, layout, chunk, pieces, group)
+        return cls(total, world, layout, chunk, pieces, group, reduce)
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -113,7 +116,7 @@ class _Gathered(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         width, world = k.shape[-1], ranks.world
         joint = torch.cat((k, v), -1)
-        rows = gather_rows(joint, ranks.group)
+        rows = gather_rows(joint, ranks.group, ranks.reduce)
         rows = in_order(rows, world, ranks.layout) if at is None else rows.index_select(0, at)
         ctx.save_for_backward(at)
         ctx.ranks, ctx.width, ctx.dtype = ranks, width, k.dtype
@@ -124,7 +127,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (at,), ranks = ctx.saved_tensors, ctx.ranks
-        precise = stats_dtype(ctx.dtype)
+        precise = sum_dtype(ctx.dtype, ranks.reduce)
         total = torch.cat((_sum(grads[::2], precise), _sum(grads[1::2], precise)), -1)
         if at is None:
             total = in_rank_order(total, ranks.world, ranks.layout)
@@ -255,7 +258,7 @@ class _Extended(torch.autograd.Function):
         ranks, pieces = ctx.ranks, len(ctx.ranks.pieces)
         win = torch.stack([torch.cat(grads[j : j + 2], -1) for j in range(0, 2 * pieces, 2)])
         raw = torch.cat(grads[-2:], -1).unflatten(0, (pieces, -1))
-        precise = stats_dtype(ctx.dtype)
+        precise = sum_dtype(ctx.dtype, ranks.reduce)
         arguments = (ranks.total, ranks.layout, ctx.widths, ranks.group, precise)
         d_win, d_raw = (total.to(ctx.dtype) for total in extend_back(win, raw, *arguments))
         dk, dk_raw = grads[0].shape[-1], grads[-2].shape[-1]

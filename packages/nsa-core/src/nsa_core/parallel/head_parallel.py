@@ -12,13 +12,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.layer.gating import LinearGate, MLPGate
 from nsa_core.layer.module import NSAttention
 from nsa_core.layer.plain_linear import are_plain
 from nsa_core.parallel.agreement import agreed, is_compared, values_of_layer
-from nsa_core.parallel.collectives import gather_rows, group_name, sum_ranks
+from nsa_core.parallel.collectives import gather_rows, group_name, sum_dtype, sum_ranks
 from nsa_core.parallel.context import heads_of_one_rank, layer_to_divide
 
 if TYPE_CHECKING:
@@ -143,7 +142,9 @@ class _Replicated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        precise = torch.float64 if torch.float64 in ctx.dtypes else torch.float32
+        precise = torch.float32
+        for dtype in ctx.dtypes:
+            precise = sum_dtype(dtype, precise)
         total = sum_ranks(torch.cat([g.flatten().to(precise) for g in grads]), ctx.group)
         parts = total.split([g.numel() for g in grads])
         return (None, *[p.view(g.shape).to(g.dtype) for p, g in zip(parts, grads)])
@@ -154,7 +155,7 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, group: str) -> torch.Tensor:
-        total: torch.Tensor = sum_ranks(x.to(stats_dtype(x.dtype)), group)
+        total: torch.Tensor = sum_ranks(x.to(sum_dtype(x.dtype, torch.float32)), group)
         if bias is not None:
             ctx.bias_dtype = bias.dtype
             total = total + bias
@@ -165,7 +166,7 @@ class _Summed(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return grad, None, None
         rows = grad.flatten(0, -2)
-        total = rows.sum(0, dtype=stats_dtype(rows.dtype))
+        total = rows.sum(0, dtype=sum_dtype(rows.dtype, torch.float32))
         return grad, total.to(ctx.bias_dtype), None
 
 
@@ -280,7 +281,7 @@ def _check_heads_differ(weight: torch.Tensor, group: str) -> None:
         InvalidInput: two ranks hold the same heads. All ranks raise.
     """
     facts = torch.stack([weight.sum(), weight.square().sum(), weight.min(), weight.max()])
-    every = gather_rows(facts[None], group)
+    every = gather_rows(facts[None], group, facts.dtype)
     every = every[every[:, 2] < every[:, 3]]
     if len(every.unique(dim=0)) < len(every):
         raise InvalidInput(
@@ -340,7 +341,7 @@ def whole_parameters(layer: NSAttention) -> dict[str, torch.Tensor]:
         )
 
     def gathered(x: torch.Tensor) -> torch.Tensor:
-        rows: torch.Tensor = gather_rows(x.contiguous(), divided.group)
+        rows: torch.Tensor = gather_rows(x.contiguous(), divided.group, torch.float32)
         return rows
 
     for name, local in state.items():
@@ -394,7 +395,7 @@ def clip_gradients(model: nn.Module, limit: float) -> torch.Tensor:
     squares = []
     for (group, _), parameters in parts.items():
         norm = _copy(get_total_norm([p.grad for p in parameters if p.grad is not None]))
-        square = norm.to(stats_dtype(norm.dtype)).square()
+        square = norm.to(sum_dtype(norm.dtype, torch.float32)).square()
         squares.append(square if group is None else sum_ranks(square, group))
     total = torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
     for parameters in parts.values():

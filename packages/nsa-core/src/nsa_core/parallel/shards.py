@@ -180,7 +180,7 @@ class Shards:
             return local
         name = self.checked_group(group)
         rows = local.movedim(dim, 0)
-        gathered = gather_rows(rows.contiguous(), name)
+        gathered = gather_rows(rows.contiguous(), name, torch.float32)
         return in_order(gathered, self.world, self.layout).movedim(0, dim)
 
     def checked_group(self, group: ProcessGroup | None) -> str:
