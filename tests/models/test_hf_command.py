@@ -69,6 +69,23 @@ def test_the_command_lists_what_is_new_and_trains_it(dense, nsa, tmp_path, monke
 
 
 @pytest.mark.parametrize(
+    ("command", "types"),
+    [
+        ("convert", "llama, qwen2, qwen3"),
+        ("inspect", "nsa_llama, nsa_qwen2, nsa_qwen3"),
+        ("train", "llama, qwen2, qwen3, nsa_llama, nsa_qwen2, nsa_qwen3"),
+        ("generate", "llama, qwen2, qwen3, nsa_llama, nsa_qwen2, nsa_qwen3"),
+    ],
+)
+def test_each_command_names_the_types_that_it_takes(nsa, tmp_path, command, types):
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    out = [] if command == "generate" else ["--out", str(tmp_path / "out")]
+    result = nsa(command, "--checkpoint", str(tmp_path), *out)
+    message = f"{tmp_path}/config.json: model_type must be one of {types}, got 'mistral'\n"
+    assert (result.code, result.err) == (2, f"nsa: {message}")
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (

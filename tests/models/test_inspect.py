@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import pathlib
 import re
 import struct
@@ -207,8 +208,14 @@ def test_a_run_is_read_with_its_tokenizer_and_length(write_run, config):
 
 def test_unusable_folders_and_texts_are_refused(write_run, config, tmp_path):
     dense = LanguageModel(size("tiny", attention="dense"))
-    with pytest.raises(InvalidInput, match="has dense attention, which selects no blocks"):
-        open_subject(write_run(dense, ByteTokenizer(), name="dense"))
+    folder = write_run(dense, ByteTokenizer(), name="dense")
+    only = "model_type must be one of nsa_llama, nsa_qwen2, nsa_qwen3, got "
+    with pytest.raises(InvalidInput, match=f"{only}'llama': the model has dense attention, which"):
+        open_subject(folder)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "model_type": "mistral"}))
+    with pytest.raises(InvalidInput, match=f"{only}'mistral'$"):
+        open_subject(folder)
     with pytest.raises(InvalidInput, match="trained on a task, which has no tokenizer"):
         open_subject(write_run(LanguageModel(config), data="recall"))
     (tmp_path / "other").write_text("x")

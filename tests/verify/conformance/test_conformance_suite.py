@@ -286,9 +286,40 @@ def test_wrong_workspace_is_found(make_suite, name: str, size: str, match: str |
         stating.test_kernel("win", "workspace")
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "match"),
+    [
+        ("step-about-right", "peak", None),
+        (
+            "step-too-small",
+            "peak // 3",
+            r"win, bfloat16:\n  decode_workspace .* expected \d+ to \d+",
+        ),
+    ],
+)
+def test_wrong_decode_workspace_is_found(make_suite, name, size, match) -> None:
+    """The bytes that the decode form of the template allocates for 64 sequences."""
+    path = f"nsa_backend_{name.replace('-', '_')}.decode:size"
+    function = f"def size(request, peak=701960):\n    return {size}\n\n\ndef win("
+    stating = make_suite(
+        name,
+        {
+            "plugin": ("deterministic=", f'decode_workspace="{path}", deterministic='),
+            "decode": ("def win(", function),
+        },
+    )
+    if match is None:
+        stating.test_decode_workspace("win")
+        return
+    with pytest.raises(pytest.fail.Exception, match=match):
+        stating.test_decode_workspace("win")
+
+
 def test_workspace_is_skipped_if_not_stated(make_suite) -> None:
     with pytest.raises(pytest.skip.Exception, match="states no workspace"):
         make_suite("silent").test_kernel("win", "workspace")
+    with pytest.raises(pytest.skip.Exception, match="states no decode_workspace"):
+        make_suite("silent-step").test_decode_workspace("win")
 
 
 def test_evidence_that_no_profile_has_fails_verify(make_suite) -> None:

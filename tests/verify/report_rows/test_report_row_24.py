@@ -6,6 +6,7 @@ that names layer, branch and backend; no other backend runs instead.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -110,6 +111,27 @@ def test_report_row_24_non_finite_is_an_error_and_never_a_reroute(branch: str) -
     calls = [record.slot for record in trace]
     assert calls[-1] == branch
     assert len(set(calls)) == len(calls)  # no retry
+
+
+def test_report_row_24_names_the_token_of_a_nan() -> None:
+    """Row 7 is the first that is not finite, because tiles spread the NaN of v."""
+    config = config_of(4, 2, 8, 8, (8, 4, 8, 4, 8), compress="mean", rope=False)
+    x = torch.randn(1, 40, 32)
+    x[0, 30] = torch.nan
+    places = "q from index [0, 30, 0, 0], k_cmp from index [0, 6, 0, 0], v_cmp from"
+    with pytest.raises(
+        NSAError, match=re.escape(f"[0, 7, 0, 0]; of its inputs, these are not finite: {places}")
+    ):
+        NSAttention(config, backends="sdpa", check=True)(x)
+
+
+def test_report_row_24_checks_a_step_over_a_cache_of_codes() -> None:
+    """torch.isfinite does not take float8."""
+    config = config_of(4, 2, 8, 8, (8, 4, 8, 4, 8), compress="mean", rope=False)
+    attention = NSAttention(config, backends="sdpa", check=True)
+    cache = attention.new_cache(1, 16, kv_dtype=torch.float8_e4m3fn)
+    with torch.no_grad(), pytest.raises(NSAError, match="not finite: q from"):
+        attention(torch.full((1, 1, 32), torch.nan), cache=cache)
 
 
 def test_report_row_24_finds_uniform_weights_in_empty_rows() -> None:

@@ -22,6 +22,7 @@ from nsa_core.errors import BackendUnavailable, InvalidInput
 from nsa_core.plan.registry import named_backends
 from nsa_core.util.interruption import recorded_signals
 from nsa_core.util.text import did_you_mean
+from nsa_models.lm.config_json import TYPES, check_type
 from nsa_models.lm.json_fields import parse
 from nsa_models.lm.run_folder import CONFIG, INDEX, ON_TASK, check_model
 
@@ -305,18 +306,22 @@ def check_backends(names: Iterable[str | None], option: str) -> None:
         raise InvalidInput(f"{option}: {'; '.join(problems)}")
 
 
-def check_checkpoint(folder: Path, on_text: bool = False) -> dict[str, Any]:
+def check_checkpoint(
+    folder: Path, on_text: bool = False, types: Sequence[str] = TYPES
+) -> dict[str, Any]:
     """Check that --checkpoint is the folder of a model, before torch is imported.
 
     Args:
         folder: The folder.
         on_text: Whether the model needs a tokenizer, which a run on a task does not have.
+        types: The types of model that the command can use.
 
     Returns:
         Its config.json; empty if that is no JSON object, which a later error names.
 
     Raises:
-        InvalidInput: It is not a folder, has no config.json, or is that of a run on a task.
+        InvalidInput: It is not a folder, has no config.json, is that of a run on a task, or the
+            model is of another type.
     """
     with output.naming("--checkpoint"):
         check_model(folder)
@@ -326,7 +331,11 @@ def check_checkpoint(folder: Path, on_text: bool = False) -> dict[str, Any]:
         values = inner if isinstance(inner, dict) else {}
     if values.get("tokenizer", "") is None:
         raise InvalidInput(f"--checkpoint {folder} {ON_TASK}")
-    return _json_object(folder / CONFIG)
+    config = _json_object(folder / CONFIG)
+    if config:
+        with output.naming(f"{folder / CONFIG}:"):
+            check_type(config.get("model_type"), types)
+    return config
 
 
 def _json_object(file: Path) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from nsa_cli.choices import (
 )
 from nsa_cli.extras import need_extras
 from nsa_core.errors import InvalidInput
+from nsa_models.lm.config_json import DENSE_TYPES
 from nsa_models.lm.tokens import TOKENIZER
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def convert(
         _check_options(text, typed)
         need_extras("nsa convert", ["transformers"])
         fields, layers = _fields(nsa or []), _layers(nsa_layers)
-        _check_dense(check_checkpoint(checkpoint), checkpoint, fields, layers)
+        _check_dense(check_checkpoint(checkpoint, types=DENSE_TYPES), checkpoint, fields, layers)
         output.check_out(out)
         chosen = parse_backends(backends)
         dtype = "auto" if dtype is None else one_dtype(dtype)
@@ -193,13 +194,9 @@ def _check_dense(
     fields: dict[str, Any],
     layers: str | list[int] | None,
 ) -> None:
-    """Refuse a model with NSA, wrong fields and wrong layers, before torch is imported."""
+    """Refuse wrong fields and wrong layers, before torch is imported."""
     from nsa_core.config import NSAConfig
 
-    if str(config.get("model_type")).startswith("nsa_"):
-        raise InvalidInput(
-            f"--checkpoint {checkpoint}: the model has NSA already; give the folder of a dense one"
-        )
     count = config.get("num_hidden_layers")
     if isinstance(layers, list) and isinstance(count, int) and max(layers) >= count:
         raise InvalidInput(

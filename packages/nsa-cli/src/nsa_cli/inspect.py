@@ -25,6 +25,7 @@ from nsa_cli.choices import (
 from nsa_cli.extras import need_extras
 from nsa_cli.result_files import ResultFiles
 from nsa_core.errors import InvalidInput, NSAError
+from nsa_models.lm.config_json import NSA_TYPES
 
 if TYPE_CHECKING:
     from nsa_models.inspect import Inspection
@@ -47,8 +48,8 @@ def inspect(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Model folder, of nsa train, nsa convert or save_pretrained. Default: a small"
-            " untrained model.",
+            help="Folder of a model with NSA, of nsa train, nsa convert or save_pretrained."
+            " Default: a small untrained model.",
         ),
     ] = None,
     layer: Annotated[
@@ -92,12 +93,7 @@ def inspect(
                     "--seed sets untrained weights, and --checkpoint has trained ones; leave one of"
                     " them out"
                 )
-            config = check_checkpoint(checkpoint, on_text=True)
-            if config.get("model_type") in ("llama", "qwen2", "qwen3"):
-                raise InvalidInput(
-                    f"--checkpoint {checkpoint} has dense attention, which selects no blocks; give"
-                    " the folder of a model with NSA, such as one of nsa convert"
-                )
+            config = check_checkpoint(checkpoint, on_text=True, types=NSA_TYPES)
         chosen, torch_dtype_name = parse_backends(backends), one_dtype(dtype)
         need_extras("nsa inspect", ["matplotlib", "jinja2"])
         output.check_out(out, force, "--force to overwrite its pictures")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nsa_core.errors import NSAError
+from nsa_core.torch_ops.schema import INPUTS
 
 if TYPE_CHECKING:
     from nsa_core.plan.plan import Plan
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 class CheckedKernel:
     """A kernel that raises if its output o has NaN or Inf.
 
-    The log-sum-exp is not checked: it is -inf where no key is visible.
+    The message also has the first place of NaN or Inf in each input: that of a key or value may
+    reach earlier rows of o. The log-sum-exp is not checked: it is -inf where no key is visible.
     """
 
     kernel: Any
@@ -33,22 +35,34 @@ class CheckedKernel:
         """Run the kernel.
 
         Raises:
-            NSAError: The output has NaN or Inf; the message names layer, branch and backend.
+            NSAError: The output has NaN or Inf; the message names layer, branch and backend, and
+                the inputs that are not finite.
         """
         result = self.kernel(*tensors, **packing)
         o = result[0] if isinstance(result, tuple) else result
         if not torch.isfinite(o).all():
-            positions = (~torch.isfinite(o)).nonzero()
-            finite_inputs = (
-                " (its inputs are finite)" if all(torch.isfinite(t).all() for t in tensors) else ""
-            )
+            positions = _not_finite(o)
+            first_of = {
+                name: index[0].tolist()
+                for name, tensor in zip(INPUTS[self.kernel.slot], tensors)
+                if tensor.itemsize > 1 and len(index := _not_finite(tensor))  # codes are finite
+            }
+            inputs = "its inputs are finite"
+            if first_of:
+                places = (f"{name} from index {index}" for name, index in first_of.items())
+                inputs = f"of its inputs, these are not finite: {', '.join(places)}"
             layer = "" if self.layer is None else f"layer {self.layer}, "
             raise NSAError(
                 f"{layer}branch {self.kernel.slot!r}, backend {self.kernel.backend!r}:"
                 f" {len(positions)} values of the output {list(o.shape)} are not finite, the first"
-                f" at index {positions[0].tolist()}{finite_inputs}"
+                f" at index {positions[0].tolist()}; {inputs}"
             )
         return result
+
+
+def _not_finite(x: torch.Tensor) -> torch.Tensor:
+    """Return the indices of the numbers of ``x`` that are not finite, int64 [count, axes]."""
+    return (~torch.isfinite(x)).nonzero()
 
 
 def checked_plan(plan: Plan, layer: str | int | None) -> Plan:

@@ -13,16 +13,14 @@ import torch
 from transformers import PreTrainedModel
 
 from nsa_core.errors import InvalidInput
-from nsa_core.limits import shown
 from nsa_core.util.atomic_files import check_output_folder, writing
 from nsa_models.hf.configs import layer_spec
 from nsa_models.hf.folder import load_model
 from nsa_models.hf.models import MODELS
 from nsa_models.lm import saving
 from nsa_models.lm.config import layers_with_nsa
-from nsa_models.lm.config_json import DENSE_TYPES, TYPES, LayerSpec, nsa_fields
-from nsa_models.lm.model_folder import ModelFolder, open_folder, plain_file, read_json
-from nsa_models.lm.run_folder import CONFIG, check_model
+from nsa_models.lm.config_json import DENSE_TYPES, LayerSpec, nsa_fields
+from nsa_models.lm.model_folder import ModelFolder, open_folder, plain_file
 
 NSALayers = str | Sequence[int] | Callable[[int], bool] | None
 # Fields of NSAConfig unless the caller gives them. A model that trains with them keeps more of its
@@ -248,15 +246,7 @@ def open_dense(source: str | Path) -> ModelFolder:
         InvalidInput: As :func:`nsa_models.lm.model_folder.open_folder`; or the model has NSA, or
             its tokenizer cannot be read.
     """
-    path = Path(source)
-    check_model(path)
-    kind = read_json(path, CONFIG).get("model_type")
-    if kind not in DENSE_TYPES:  # open_folder names more types, those of models with NSA
-        raise InvalidInput(
-            f"{path / CONFIG}: model_type must be one of {', '.join(DENSE_TYPES)}, got"
-            f" {shown(kind)}" + ": the model has NSA already" * (kind in TYPES)
-        )
-    folder = open_folder(path)
+    folder = open_folder(source, types=DENSE_TYPES)
     folder.tokenizer()  # it is copied with the model
     return folder
 

@@ -13,6 +13,7 @@ from nsa_core.errors import InvalidInput
 from nsa_core.limits import integer_problems
 from nsa_models.inspect.collect import Inspection, inspect_model
 from nsa_models.lm.config import size
+from nsa_models.lm.config_json import NSA_TYPES
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.model_folder import open_folder
 from nsa_models.lm.run_folder import ON_TASK
@@ -70,12 +71,7 @@ def open_subject(
             model = LanguageModel(size("tiny"), backends)
         weights = f"untrained weights, seed {seed}"
         return Subject(model.to(device, dtype), ByteTokenizer(), weights, False, DEFAULT_TOKENS)
-    folder = open_folder(checkpoint)
-    if folder.config.attention != "nsa":
-        raise InvalidInput(
-            f"{folder.path} has dense attention, which selects no blocks; give the folder of a"
-            " model with NSA"
-        )
+    folder = open_folder(checkpoint, types=NSA_TYPES)
     tokenizer, training = folder.tokenizer(), folder.training
     if tokenizer is None:
         reason = "has no tokenizer.json; give a folder that has one"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 from nsa_core.config import NSAConfig
@@ -22,7 +22,8 @@ from nsa_models.lm import json_fields
 from nsa_models.lm.config import LMConfig, memory_problems
 
 DENSE_TYPES = ("llama", "qwen2", "qwen3")
-TYPES = (*DENSE_TYPES, *(f"nsa_{name}" for name in DENSE_TYPES))
+NSA_TYPES = tuple(f"nsa_{name}" for name in DENSE_TYPES)
+TYPES = (*DENSE_TYPES, *NSA_TYPES)
 # Fields of NSAConfig that the model states under names of transformers.
 _STATED = ("dim", "n_heads", "n_kv_heads", "head_dim", "rope_base", "qk_norm")
 # Fields that change dense attention, and that a dense Llama or Qwen3 does not have.
@@ -179,6 +180,22 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
+def check_type(kind: Any, types: Sequence[str] = TYPES) -> None:
+    """Check that ``kind``, the model_type of a model, is one of ``types``.
+
+    Raises:
+        InvalidInput: It is not; the message names the types.
+    """
+    if kind in types:
+        return
+    reason = ""
+    if kind in NSA_TYPES:
+        reason = ": the model has NSA already"
+    elif kind in DENSE_TYPES:
+        reason = ": the model has dense attention, which selects no blocks; run nsa convert first"
+    raise InvalidInput(f"model_type must be one of {', '.join(types)}, got {shown(kind)}{reason}")
+
+
 def known_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that are read, of a config.json whose types and options are checked.
 
@@ -187,8 +204,7 @@ def known_fields(values: Mapping[str, Any]) -> dict[str, Any]:
             a field names code or has no place in these models. The message names the fields.
     """
     kind = values.get("model_type")
-    if kind not in TYPES:
-        raise InvalidInput(f"model_type must be one of {', '.join(TYPES)}, got {shown(kind)}")
+    check_type(kind)
     for name in _NAME_CODE:
         if values.get(name) is not None and (name == "auto_map" or "/" in str(values[name])):
             raise InvalidInput(

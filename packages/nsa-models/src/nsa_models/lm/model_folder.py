@@ -18,7 +18,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -316,13 +316,16 @@ def _fill(
         heads.fill(divided, read)
 
 
-def open_folder(path: str | Path, rank: int = 0, size: int = 1) -> ModelFolder:
+def open_folder(
+    path: str | Path, rank: int = 0, size: int = 1, types: Sequence[str] = config_json.TYPES
+) -> ModelFolder:
     """Open a model folder and check it; allocates no tensor.
 
     Args:
         path: The folder of a Llama, Qwen2 or Qwen3, dense or with NSA.
         rank: Index of this process among those that open the folder together.
         size: Number of these processes; each checks the digests of its share of the files.
+        types: The types of model that the caller can use, each a model_type of config.json.
 
     Raises:
         InvalidInput: There is no such model, a file cannot be read, leads out of the folder or was
@@ -333,11 +336,11 @@ def open_folder(path: str | Path, rank: int = 0, size: int = 1) -> ModelFolder:
     path = Path(path)
     before = _stamp(path)
     try:
-        return _open(path, rank, size)
+        return _open(path, rank, size, types)
     except InvalidInput:
         if _stamp(path) == before:
             raise
-        return _open(path, rank, size)  # a training has replaced the files meanwhile
+        return _open(path, rank, size, types)  # a training has replaced the files meanwhile
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
@@ -347,10 +350,11 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     return None
 
 
-def _open(path: Path, rank: int, size: int) -> ModelFolder:
+def _open(path: Path, rank: int, size: int, types: Sequence[str]) -> ModelFolder:
     check_model(path)
     values = read_json(path, CONFIG)
     with _of_file(path / CONFIG):
+        config_json.check_type(values.get("model_type"), types)
         config = config_json.config_of(values)
         values = config_json.known_fields(values)
     companions = _companions(path)

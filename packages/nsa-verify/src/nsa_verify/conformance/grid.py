@@ -164,6 +164,10 @@ def _step_shapes() -> Iterator[Point]:
     yield _step("step, real block sizes", (130, 33, 96, 64), 4, 64, **PAPER)
 
 
+TWO_SEQUENCES = _point("base", batch=2)
+MANY_SEQUENCES = _step("step", (LENGTH,) * 64)  # their workspace is many granules of an allocator
+
+
 def step_grid() -> tuple[Point, ...]:
     """Return all points of decode steps, first the base step in each dtype."""
     return (*_varied(_step("step"), "step, "), *_step_shapes())

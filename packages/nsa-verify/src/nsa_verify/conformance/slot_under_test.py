@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -63,15 +64,21 @@ class SlotUnderTest:
         """Probe the backend with the request of ``point`` on this device."""
         return probe_candidate(self.entry, self.request(point, needs_grad))
 
-    def step_faults(self, point: Point) -> list[str]:
-        """Run the decode form on a step and list its faults; the oracle computes its inputs."""
+    def step_run(self, point: Point) -> tuple[StepData, Results, Callable[[], Any]]:
+        """Return a step, the oracle's results of earlier slots, and a run of the decode form."""
         assert point.step is not None
         assert self.spec.decode is not None  # the suite tests declared forms only
-        dtype = getattr(torch, point.dtype)
-        data = step_data(point.step, dtype, self.device)
+        data = step_data(point.step, getattr(torch, point.dtype), self.device)
         results = _upstream(self.slot, point.step, data)
         form = decode_kernel(self.entry.name, self.slot, self.spec.decode)
-        result = form(*decode_inputs(self.slot, data, results), call=data.call)
+        inputs = decode_inputs(self.slot, data, results)
+        return data, results, functools.partial(form, *inputs, call=data.call)
+
+    def step_faults(self, point: Point) -> list[str]:
+        """Run the decode form on a step and list its faults."""
+        assert point.step is not None
+        data, results, run = self.step_run(point)
+        dtype, result = data.q.dtype, run()
         results[self.slot] = (result,) if isinstance(result, torch.Tensor) else tuple(result)
         return _failures(judge_step(point.step, dtype, data, results, (self.slot,)))
 

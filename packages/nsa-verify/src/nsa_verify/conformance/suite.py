@@ -22,8 +22,8 @@ from nsa_core.plan.loading import BackendEntry
 from nsa_core.plan.options import usable_device
 from nsa_core.plan.plugin_calls import FAULTS
 from nsa_core.plan.registry import Registry, default_registry
-from nsa_verify.conformance.grid import Point, grid, step_grid
-from nsa_verify.conformance.kernel_checks import KernelChecks
+from nsa_verify.conformance.grid import MANY_SEQUENCES, TWO_SEQUENCES, Point, grid, step_grid
+from nsa_verify.conformance.kernel_checks import KernelChecks, workspace_faults
 from nsa_verify.conformance.slot_under_test import SlotUnderTest
 from nsa_verify.drawn.case import PARTIAL_CHECK
 from nsa_verify.drawn.draw import draw
@@ -181,9 +181,21 @@ class BackendConformance:
             pytest.skip("needs a CUDA GPU")
         if check == "workspace" and subject.spec.workspace is None:
             pytest.skip("the backend states no workspace")
-        point = _first_accepted(subject)
+        point = _first_accepted(subject, TWO_SEQUENCES)
         checks = KernelChecks(subject, point, _grad(subject, point))
         _fail_if(list(getattr(checks, check)()), f"{slot}, {check}, {point.dtype}")
+
+    def test_decode_workspace(self, form: str) -> None:
+        """A stated workspace of a decode form is within a factor of two of a measured one."""
+        if form == "no decode form":
+            pytest.skip("the backend declares no decode form")
+        subject = SlotUnderTest(self._entry(), form, self._device)
+        if (path := subject.spec.decode_workspace) is None:
+            pytest.skip("the backend states no decode_workspace")
+        point = _first_accepted(subject, MANY_SEQUENCES)
+        request, (*_, run) = subject.request(point), subject.step_run(point)
+        faults = [*workspace_faults("decode_workspace", path, request, run)]
+        _fail_if(faults, f"{form}, {point.dtype}")
 
     def test_partial_queries_are_correct(self, slot: str) -> None:
         """Queries that begin inside a sequence give the rows of the whole call, if declared."""
@@ -273,12 +285,11 @@ def _accepts(subject: SlotUnderTest, dtype: str) -> bool:
     return any(subject.probe(point).accepted for point in points)
 
 
-def _first_accepted(subject: SlotUnderTest) -> Point:
-    """Return the base case with batch 2 in the first accepted dtype; skip the test without one."""
+def _first_accepted(subject: SlotUnderTest, base: Point) -> Point:
+    """Return ``base`` in the first accepted dtype; skip the test without one."""
     refusals = []
     for dtype in ("bfloat16", "float32", "float16", "float64"):
-        base = next(point for point in GRID if point.label == dtype)
-        point = dataclasses.replace(base, case=dataclasses.replace(base.case, batch=2))
+        point = dataclasses.replace(base, dtype=dtype)
         answer = subject.probe(point)
         if answer.accepted:
             return point
