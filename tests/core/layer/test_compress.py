@@ -323,6 +323,18 @@ def test_compiled_pair_shares_its_products(kind, products, packed):
     torch.testing.assert_close(grads, by_phi, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", COMPRESS_KINDS)
+def test_inductor_compiles_sequences_shorter_than_a_block(kind):
+    """Their number of blocks is a symbol of value 0; of 3 tokens, so is that of chunks."""
+    torch._dynamo.reset()
+    phi = phi_of(kind, GEOMETRIES["l8d4"]).float()
+    compiled = torch.compile(phi, dynamic=True)
+    for length in (40, 5, 3):
+        x = torch.randn(2, length, 2, 5)
+        torch.testing.assert_close(compiled(x), phi(x))
+
+
 @pytest.mark.parametrize("kind", PAIRED)
 def test_dtypes_of_outputs_and_gradients_under_autocast(kind):
     phis, xs = pair_of(kind, torch.float32)

@@ -217,6 +217,10 @@ INVALID = {
             "q and gates have 4 query heads, but config.n_heads is 8: pass a config with n_heads=4",
         ),
         (
+            {"q": q[..., :0, :], "gates": gates[..., :0, :]},
+            "q and gates have 0 query heads, but config.n_heads is 4 (",  # no config has 0
+        ),
+        (
             {**transposed("q", "v"), "k": q.transpose(1, 2)},
             "q, k and v look like [B, H, S, D]: pass q.transpose(1, 2), k.transpose(1, 2) and"
             " v.transpose(1, 2); k has 4 key/value heads, but config.n_kv_heads is 2",

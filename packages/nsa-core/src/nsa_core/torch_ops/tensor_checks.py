@@ -424,7 +424,7 @@ def _axis_fix(
                 " use NSAttention with a cache"
             )
         return ": pass first_query, the position of the first row of q among the keys"
-    if symbol in _FIELDS and call.sizes.config is not None and all_wrong:
+    if symbol in _FIELDS and call.sizes.config is not None and all_wrong and size:
         values = f"{_FIELDS[symbol]}={size}"
         if symbol == "G" and size == agreed["Hq"]:
             return (

@@ -64,14 +64,16 @@ class Chunks:
     def __init__(
         self, x: torch.Tensor, geometry: BlockGeometry, packed: PackedBlocks | None
     ) -> None:
-        stride = geometry.compress_stride
-        self.rows, self._packed = geometry.max_compressed(x.shape[-3]), packed
+        stride, length = geometry.compress_stride, x.shape[-3]
+        self.rows, self._packed = geometry.max_compressed(length), packed
         self.per_block = geometry.compress_block_size // stride
-        self._blocks = geometry.num_compressed(x.shape[-3])
+        self._blocks = geometry.num_compressed(length)
+        self._exporting = packed is None and is_exporting()
+        if not self._exporting:  # Inductor cannot lower a view of a tensor whose size 0 is a symbol
+            self.rows, self._blocks = self.rows or 0, self._blocks or 0
         x = x if packed is None else x.index_select(0, packed.tokens)
         # Slice after the transpose: torch.compile would specialise a slice of x on S = m * d.
         x = x.transpose(-3, -2)
-        self._exporting = packed is None and is_exporting()
         if self._exporting:  # the bounds of a slice would become guards on S
             x = x.index_select(-2, torch.arange(self.rows * stride, device=x.device))
         else:
