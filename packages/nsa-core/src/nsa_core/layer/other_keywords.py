@@ -24,8 +24,8 @@ _POSITIONS = (
     " pass cu_seqlens= for packed documents"
 )
 _WEIGHTS = (
-    " is not supported: NSA forms no attention weights; for gates and selected blocks see"
-    " docs/how-to/inspect.md"
+    " is not supported: NSA forms no attention weights; nsa_models.inspect.inspect_model returns"
+    " gates and selected blocks"
 )
 _CAUSAL = " must be True: NSA is causal attention"
 _DROPOUT = " must be 0: NSA has no dropout; apply dropout outside the layer"
