@@ -86,6 +86,7 @@ def dense(shape: str, length: int) -> Callable[[], Any]:
     do = torch.randn_like(q[..., : v.shape[-1]])
 
     def call() -> Any:
+        assert q.shape[-2] == k.shape[-2], "is_causal needs as many queries as keys"
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             o = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return torch.autograd.grad(o, (q, k, v), do)

@@ -437,7 +437,7 @@ LAYER = [
     ({"use_cache": True}, "use_cache is not supported: pass cache="),
     ({"position_ids": torch.arange(9)}, "position_ids is not supported: ", "cu_seqlens="),
     ({"is_causal": False}, "is_causal must be True"),
-    ({"need_weights": True}, "need_weights is not supported: ", "inspect.md"),
+    ({"need_weights": True}, "need_weights is not supported: ", "inspect_model"),
     ({"dropout_p": 0.1}, "dropout_p must be 0"),
     ({"encoder_hidden_states": 1}, "encoder_hidden_states: NSA is self-attention only"),
 ]
