@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -64,21 +63,19 @@ class SlotUnderTest:
         """Probe the backend with the request of ``point`` on this device."""
         return probe_candidate(self.entry, self.request(point, needs_grad))
 
-    def step_run(self, point: Point) -> tuple[StepData, Results, Callable[[], Any]]:
-        """Return a step, the oracle's results of earlier slots, and a run of the decode form."""
+    def step_data(self, point: Point) -> tuple[StepData, Results]:
+        """Return the tensors of a step, and the oracle's results of earlier slots."""
         assert point.step is not None
-        assert self.spec.decode is not None  # the suite tests declared forms only
         data = step_data(point.step, getattr(torch, point.dtype), self.device)
-        results = _upstream(self.slot, point.step, data)
-        form = decode_kernel(self.entry.name, self.slot, self.spec.decode)
-        inputs = decode_inputs(self.slot, data, results)
-        return data, results, functools.partial(form, *inputs, call=data.call)
+        return data, _upstream(self.slot, point.step, data)
 
     def step_faults(self, point: Point) -> list[str]:
         """Run the decode form on a step and list its faults."""
         assert point.step is not None
-        data, results, run = self.step_run(point)
-        dtype, result = data.q.dtype, run()
+        assert self.spec.decode is not None  # the suite tests declared forms only
+        dtype, (data, results) = getattr(torch, point.dtype), self.step_data(point)
+        form = decode_kernel(self.entry.name, self.slot, self.spec.decode)
+        result = form(*decode_inputs(self.slot, data, results), call=data.call)
         results[self.slot] = (result,) if isinstance(result, torch.Tensor) else tuple(result)
         return _failures(judge_step(point.step, dtype, data, results, (self.slot,)))
 
