@@ -49,9 +49,11 @@ def samples(report: str) -> list[tuple[float, float]]:
 
 
 @contextlib.contextmanager
-def sampled(index: int) -> Iterator[list[tuple[float, float]]]:
-    """Sample GPU ``index`` inside the block; the list is filled at its end."""
-    command = ["nvidia-smi", "-i", str(index), f"--query-gpu={QUERY}"]
+def sampled() -> Iterator[list[tuple[float, float]]]:
+    """Sample the current GPU inside the block; the list is filled at its end."""
+    # Not by index: CUDA_VISIBLE_DEVICES renumbers GPUs for torch alone.
+    gpu = f"GPU-{torch.cuda.get_device_properties('cuda').uuid}"
+    command = ["nvidia-smi", "-i", gpu, f"--query-gpu={QUERY}"]
     command += ["--format=csv,noheader,nounits", "-lms", str(SAMPLE_MS)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     found: list[tuple[float, float]] = []
@@ -95,14 +97,14 @@ def dense(shape: str, length: int) -> Callable[[], Any]:
 
 
 def measure(
-    call: Callable[[], Any], seconds: float, between: Callable[[], Any], index: int
+    call: Callable[[], Any], seconds: float, between: Callable[[], Any]
 ) -> dict[str, float]:
     """Call repeatedly for ``seconds``, and ``between`` after each call."""
     call()
     between()
     torch.cuda.synchronize()
     times, end = [], time.monotonic() + seconds
-    with sampled(index) as found:
+    with sampled() as found:
         while time.monotonic() < end:
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             events[0].record()
@@ -125,7 +127,6 @@ def main() -> None:
     )
     parser.add_argument("cases", nargs="*", default=CASES, metavar="SHAPE@LENGTH")
     parser.add_argument("--seconds", type=float, default=3)
-    parser.add_argument("--gpu", type=int, default=0, help="index of the GPU for nvidia-smi")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if shutil.which("nvidia-smi") is None:
@@ -142,7 +143,7 @@ def main() -> None:
             "dense attention": dense(shape, int(length)),
         }
         for name, other in between.items():
-            row = measure(call, options.seconds, other, options.gpu)
+            row = measure(call, options.seconds, other)
             rows.append({"shape": shape, "length": int(length), "between": name} | row)
             print(
                 f"{case:16} {name:15} {row['ms']:9.2f} ms {row['clock_mhz']:6.0f} MHz"

@@ -4,10 +4,9 @@ CUDA: events around one call. Before each call a buffer larger than the L2 cache
 flushes it (as triton.testing.do_bench does). Launch-bound calls are captured into a CUDA graph and
 replayed, so that the time is the kernels' time.
 
-A GPU at its power limit lowers its clock. After a call that needs more power, a call therefore
-takes up to 17 % longer for some 50 ms, and after one that needs less it takes less. So each turn of
-a workload begins with untimed calls of it, and its samples have the clock that its own power
-allows.
+A GPU at its power limit lowers its clock. For some 100 ms, a call therefore takes up to 17 % longer
+after calls that need more power, and less time after calls that need less. So each turn of a
+workload begins with untimed calls of it, and its samples have the clock that its own power allows.
 
 CPU: torch.utils.benchmark over enough calls to fill 5 ms, at a stated thread count. A longer call
 is timed with perf_counter, because Timer would run it three times per sample. Caches stay as the
@@ -34,7 +33,7 @@ from nsa_core.util.text import describe_error
 HOST_SHARE = 0.05  # largest tolerated share of host launch time in an eagerly timed call
 SLOW_MS = 200.0  # a slower call is warmed up once, and its second run is already a sample
 EAGER_SAMPLES = 5  # eager samples of a captured call
-TURNS, LEAD_MS = 3, 50.0  # of a GPU
+TURNS, LEAD_MS = 2, 100.0  # of a GPU
 SAMPLE_MS = 5.0  # shortest CPU sample
 HIGHEST_THRESHOLD = 32 << 20  # highest value of glibc's dynamic mmap threshold, in bytes
 
