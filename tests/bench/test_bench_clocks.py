@@ -155,6 +155,15 @@ def test_a_turn_begins_with_enough_untimed_calls(ms, calls):
     assert len(made) == calls + 2
 
 
+def test_a_call_with_state_has_no_untimed_calls_before_its_samples(device):
+    """A step of a layer appends a token at each call, and its cache has room for few of them."""
+    made = []
+    work = Workload("step", lambda: lambda: made.append(1) or (0.5, 0.4), has_state=True)
+    performance = measure([work], ScriptedClock("it waits"), budget_s=0.01)["step"].performance
+    # Three calls prepare it, and five eager ones precede the attempt to capture it.
+    assert len(made) == 3 + 5 + len(performance.samples_ms) == 28
+
+
 def test_the_samples_of_a_workload_are_spread_over_all_turns(monkeypatch):
     clock, order = CpuClock(), []
     monkeypatch.setattr(clock, "sample", lambda call, calls: call())

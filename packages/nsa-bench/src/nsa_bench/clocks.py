@@ -186,7 +186,8 @@ class CudaClock:
         )
         if not may_be_launch_bound(prepared.estimate_ms, prepared.host_ms):
             return prepared
-        eager = [take_sample(self, prepared, begins_turn=n == 0) for n in range(EAGER_SAMPLES)]
+        leads = (not workload.has_state, *(False,) * (EAGER_SAMPLES - 1))
+        eager = [take_sample(self, prepared, begins_turn=leads_in) for leads_in in leads]
         replay, prepared.not_captured = self._captured(workload.make)
         if replay is None:
             return prepared

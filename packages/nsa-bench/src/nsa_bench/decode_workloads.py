@@ -144,7 +144,7 @@ def step_workloads(
             Workload(name, of_state(fused_step), True),
             dataclasses.replace(workloads[0], key=name + UNFUSED),
         ]
-    layer = Workload(name + LAYER, lambda: layer_step(plan, cell, device), True)
+    layer = Workload(name + LAYER, lambda: layer_step(plan, cell, device), True, has_state=True)
     return [*workloads, layer]
 
 

@@ -80,6 +80,8 @@ class Workload:
         measure_memory: Whether its peak memory is measured.
         limited: Returns a context that ends the setup, or the first call, at its limit.
         start: Prepares the workload elsewhere, such as in a child process; None: the clock does.
+        has_state: Whether a call changes what the next one does. Then no untimed calls precede its
+            samples.
     """
 
     key: str
@@ -87,6 +89,7 @@ class Workload:
     measure_memory: bool = False
     limited: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     start: Callable[[], Prepared] | None = None
+    has_state: bool = False
 
 
 @dataclasses.dataclass
@@ -180,6 +183,7 @@ def measure(
 
     outcomes: dict[str, Outcome] = {}
     ready: dict[str, Prepared] = {}
+    have_state = {workload.key for workload in workloads if workload.has_state}
     ended: set[str] = set()
     for workload in workloads:
         if reason := late():
@@ -193,7 +197,7 @@ def measure(
         for key, prepared in ready.items():
             samples = int(budget_s * 1e3 / (prepared.estimate_ms * prepared.calls))
             samples = min(MAX_SAMPLES, max(min_samples, samples))
-            begins_turn = True
+            begins_turn = key not in have_state
             while not (
                 len(prepared.samples) >= math.ceil(samples * turn / clock.turns)
                 or outcomes[key].reason
@@ -221,7 +225,7 @@ def take_sample(clock: Clock, prepared: Prepared, *, begins_turn: bool) -> float
     Args:
         clock: Takes the sample.
         prepared: The workload.
-        begins_turn: Whether another workload may have run before. Then untimed calls come first.
+        begins_turn: Whether untimed calls come first, because another workload may have run before.
     """
     if begins_turn and prepared.estimate_ms < 4 * clock.lead_ms:  # a longer call is its own lead
         for _ in range(math.ceil(clock.lead_ms / max(prepared.estimate_ms, 1e-3))):
