@@ -85,7 +85,7 @@ def call_of(forward: Forward, x: Inputs, phase: str) -> Callable[[], Any]:
 
 
 def rows_of(problem: Problem, shape: str, length: int, device: str) -> list[dict[str, Any]]:
-    """Time all implementations at one length, in rounds; return a row for each and each phase."""
+    """Time all implementations at one length, in turns; return a row for each and each phase."""
     config = parse_shape(shape).config()
     x = make_inputs(
         "random",

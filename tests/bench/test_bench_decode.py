@@ -12,7 +12,7 @@ from nsa_backend_sdpa import combine, decode
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_bench.compare import compare
 from nsa_bench.decode import DecodeBench
-from nsa_bench.decode_workloads import make_state, one_by_one, step_costs
+from nsa_bench.decode_workloads import make_state, one_by_one, step_costs, step_workloads
 from nsa_bench.render.summary import summary
 from nsa_bench.render.tables import rows_of
 from nsa_bench.result import Result, read_result
@@ -232,6 +232,13 @@ def test_step_costs_count_every_row_once():
     assert costs["select"].bytes == 32 * 4 * 128 * 4095 * 2 + 32 * 64 * 128 * 2
     assert costs["total"].bytes == 32 * 4 * 256 * 5631 * 2 + rows + 32 * 64 * 12
     assert costs["dense"].bytes == 32 * 4 * 256 * 65536 * 2 + rows
+
+
+def test_the_layers_step_alone_has_state():
+    cell = DecodeCell(SHAPE, 1, 40).of("float32", BLOCKS)
+    plan = resolve(cell.config, phase="decode", backends="sdpa", registry=registry())
+    work = step_workloads("sdpa", plan, lambda: make_state(cell, "cpu", 0), cell, "cpu")
+    assert [(w.key, w.has_state) for w in work] == [("sdpa", False), ("sdpa, layer step", True)]
 
 
 def test_default_cells_and_cells_from_options():

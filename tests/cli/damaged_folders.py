@@ -170,7 +170,7 @@ DAMAGES: dict[str, tuple[Damage, str | None]] = {
     "rope of nothing": (edit(CONFIG, "rope_parameters", rope_type="yarn"), f"{CONFIG}: rope_param"),
     "rope divided by 0": (
         edit(CONFIG, rope_parameters={**LLAMA3, "low_freq_factor": 0}),
-        f"{CONFIG}: rope_param[^\\n]*: low_freq_factor must be > 0, got 0",
+        f"{CONFIG}: rope_param[^\\n]*: low_freq_factor must be > 0 and below high_freq_factor",
     ),
     "text_config": (edit(CONFIG, text_config={"text_config": "/dev/zero"}), None),
     "weights elsewhere": (edit(CONFIG, transformers_weights="../outside/x.bin"), None),

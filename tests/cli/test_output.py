@@ -304,6 +304,8 @@ def test_our_warnings_are_sentences_and_those_of_other_code_have_a_source_line(s
     assert shown.count("\n") == 1
     other = output.format_warning("text", UserWarning, "/other/module.py", 3, "f()")
     assert other == "/other/module.py:3: UserWarning: text\n  f()\n"
+    ours = output.format_warning("a\nb", UserWarning, "/site/nsa_core/module.py", 3)
+    assert ours == "nsa: warning: a b\n"
 
 
 def test_environment_is_json_and_names_versions():

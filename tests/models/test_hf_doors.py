@@ -395,7 +395,9 @@ def test_positions_that_do_not_continue_the_cache_are_refused():
         model(ids, attention_mask=mask, past_key_values=cache, position_ids=earlier)
         for call in (model, model.model):
             for start in (0, 40, 100):
-                message = f"sequence 0 begin at {start}, but must go on at 50 after"
+                message = (
+                    f"sequence 0 begin at {start}, but beside a cache of 50 tokens they must begin"
+                )
                 later = torch.arange(start, start + 8)[None]
                 with pytest.raises(InvalidInput, match=message):
                     call(ids[:, :8], past_key_values=cache, position_ids=later)
@@ -405,7 +407,7 @@ def test_positions_that_do_not_continue_the_cache_are_refused():
         columns = torch.arange(50, 58)[None]  # positions that count the padding
         model(ids[:, :8], past_key_values=cache, position_ids=columns)
     with pytest.raises(
-        InvalidInput, match="sequence 0 begin at 7, but must go on at 0 after the 0"
+        InvalidInput, match="0 begin at 7, but beside a cache of 0 tokens they must begin at 0"
     ):
         model(ids, past_key_values=model.new_cache(), position_ids=7 + torch.arange(50)[None])
 

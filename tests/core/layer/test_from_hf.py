@@ -168,6 +168,19 @@ SCALED = {
 }
 
 
+@pytest.mark.parametrize("inside", [None, 0.5])
+def test_the_rotated_part_of_a_head_may_stand_beside_the_rotary_parameters(inside):
+    library = pytest.importorskip("transformers")
+    rope = {"rope_type": "proportional", "rope_theta": 1e4}
+    rope |= {} if inside is None else {"partial_rotary_factor": inside}
+    values = {**LLAMA3, "partial_rotary_factor": 0.25, "rope_scaling": None}
+    config = library.LlamaConfig(**{**values, "rope_parameters": dict(rope)})
+    compute = library.modeling_rope_utils.ROPE_INIT_FUNCTIONS["proportional"]
+    expected = pytest.approx(compute(config, None)[0].tolist(), rel=2e-6)
+    for source in (config, {**values, "rope_parameters": rope}):
+        assert NSAConfig.from_hf(source).rope_frequencies == expected
+
+
 @pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize("model", [LLAMA3, QWEN3], ids=["llama", "qwen3"])
 @pytest.mark.parametrize("kind", SCALED)
@@ -207,7 +220,10 @@ def test_overrides_and_ignored_names_replace_scaled_frequencies():
     [
         ({"factor": None, "rope_type": "llama3"}, "float.. argument must be a string or a"),
         ({"factor": 0}, "division by zero"),
-        ({"rope_type": "llama3", "low_freq_factor": 0, "high_freq_factor": 4}, "got 0$"),
+        ({"rope_type": "llama3", "low_freq_factor": 0, "high_freq_factor": 4}, "got 0, 4$"),
+        ({"rope_type": "llama3", "low_freq_factor": 4, "high_freq_factor": 1}, "got 4, 1$"),
+        ({"rope_type": "proportional", "partial_rotary_factor": -0.5}, "from 0 to 1, got -0.5$"),
+        ({"rope_type": "proportional", "partial_rotary_factor": 1.5}, "from 0 to 1, got 1.5$"),
         ({"factor": 10**5000}, "int too large to convert to float"),
         ({"original_max_position_embeddings": "long"}, "could not convert string to float"),
         ({"original_max_position_embeddings": -4}, "math domain error"),

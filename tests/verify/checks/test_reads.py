@@ -8,7 +8,7 @@ import torch
 
 from nsa_verify.checks import reads
 from nsa_verify.checks.reads import count_reads
-from nsa_verify.problems.cases import TINY, config_of
+from nsa_verify.problems.cases import PAPER, TINY, config_of
 from toy_forms import subject
 
 CONFIG = config_of(4, 2, 16, 16, TINY)  # l=8 d=4 l'=16 n=4 w=24
@@ -42,6 +42,13 @@ def test_counted_reads_equal_the_prediction(length, dtype, monkeypatch):
     assert predicted["cmp"] == max(0, (length - 8) // 4 + 1)
     assert predicted["win"] == min(24, length)
     assert sum(predicted.values()) == predicted_total(CONFIG, length)
+
+
+def test_prediction_is_one_below_table_4_of_the_paper():
+    table = {8192: 2048, 16384: 2560, 32768: 3584, 65536: 5632}
+    config = config_of(4, 2, 16, 16, PAPER)
+    for length, bound in table.items():
+        assert predicted_total(config, length) == bound - 1
 
 
 FAULTS = (

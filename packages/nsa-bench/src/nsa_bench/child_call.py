@@ -76,7 +76,7 @@ class ChildCall:
         eager: bool = False,
         inference: bool = False,
     ) -> None:
-        self._limits, self._stop = limits, stop
+        self._limits, self._stop, self._on_gpu = limits, stop, device.startswith("cuda")
         self._sample_limit_s = float("inf")
         try:
             with limits.until_deadline():
@@ -94,8 +94,10 @@ class ChildCall:
             RuntimeError: The workload failed; OutOfMemoryError if memory ran out.
         """
         prepared: Prepared = self._receive(self._limits.first_call_s)
-        lead_s = 2e-3 * LEAD_MS  # a call may vary
-        self._sample_limit_s = self._limits.max_call_s * prepared.calls + lead_s
+        limit_s = self._limits.max_call_s
+        self._sample_limit_s = limit_s * prepared.calls
+        if self._on_gpu:  # untimed calls before it take at most LEAD_MS and one call
+            self._sample_limit_s += limit_s + 1e-3 * LEAD_MS
         return dataclasses.replace(prepared, take=self.sample)
 
     def sample(self, *, begins_turn: bool) -> float:

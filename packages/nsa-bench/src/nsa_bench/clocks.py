@@ -7,6 +7,7 @@ replayed, so that the time is the kernels' time.
 A GPU at its power limit lowers its clock. For some 100 ms, a call therefore takes up to 17 % longer
 after calls that need more power, and less time after calls that need less. So each turn of a
 workload begins with untimed calls of it, and its samples have the clock that its own power allows.
+Calls that change their state, and calls longer than that, have none.
 
 CPU: torch.utils.benchmark over enough calls to fill 5 ms, at a stated thread count. A longer call
 is timed with perf_counter, because Timer would run it three times per sample. Caches stay as the

@@ -132,7 +132,8 @@ class Clock(Protocol):
 
     Attributes:
         turns: The number of turns over which the samples of a workload are spread.
-        lead_ms: Milliseconds of untimed calls of a workload before its first sample of a turn.
+        lead_ms: Milliseconds of untimed calls of a workload before its first sample of a turn. A
+            workload with state, and a call of at least four times as long, have none.
     """
 
     turns: int

@@ -151,7 +151,7 @@ def _timed(
     seed: int,
     budget_s: float,
 ) -> list[SlotTime]:
-    """Time the ``correct`` ones of the candidates of a use, interleaved."""
+    """Time the ``correct`` ones of the candidates of a use, in turns."""
     x = candidates.inputs(length, seed)
     with contextlib.ExitStack() as children:
         workloads = [

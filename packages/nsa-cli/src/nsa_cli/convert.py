@@ -98,7 +98,7 @@ def convert(
 ) -> None:
     """Convert a dense model of Hugging Face transformers to NSA.
 
-    All parameters of the dense model are carried over and compared. The gates are new, and so is
+    All parameters of the dense model are carried over. The gates are new, and so is
     phi with --nsa compress=mlp: train the model before you use it. --text does the first part.
     """
     with output.exit_codes():

@@ -339,7 +339,7 @@ def format_warning(
     """Return a warning of ours as a sentence, and one of other code as Python shows it."""
     if _OUR_MODULES.isdisjoint(Path(filename).parts):
         return _python_format(message, category, filename, lineno, line)
-    return fitted(escape_control(f"nsa: warning: {message}")) + "\n"
+    return fitted(f"nsa: warning: {one_line(message)}") + "\n"
 
 
 def _discard(stream: TextIO) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -307,7 +308,8 @@ def _check_data(data: Data, saved: Fingerprint, out: Path, world: World) -> None
         shown = "; ".join(changes[:4]) + (f"; and {len(changes) - 4} more" if changes[4:] else "")
         raise InvalidInput(
             f"the data has changed since the run was saved: {shown}. Put the data back, or start"
-            f" another run from its weights with --checkpoint {out}"
+            f" another run from its weights with --checkpoint {shlex.quote(str(out))} and another"
+            " --out"
         )
 
 

@@ -254,9 +254,10 @@ class NSAConfig:
             num_attention_heads      n_heads
             num_key_value_heads      n_kv_heads; n_heads if absent or null
             head_dim                 head_dim; dim / n_heads if absent or null
-            rope_theta               rope_base, also from rope_parameters
+            rope_theta               rope_base; that of rope_parameters counts first
             rope_scaling,            rope_frequencies of rope_type linear, llama3, yarn and
-            rope_parameters          proportional, and the factor of yarn in scale
+            rope_parameters          proportional, and the factor of yarn in scale; an override of
+                                     rope_frequencies or scale replaces that factor too
             query_pre_attn_scalar    scale = its power -1/2 (Gemma)
             attention_multiplier     scale (Granite)
             model_type               qk_norm=True for qwen3, qwen3_moe and gemma3_text
@@ -266,7 +267,8 @@ class NSAConfig:
             rope_scaling, rope_parameters    of another rope_type, whose frequencies depend on the
                                              length or the layer; allowed with rope_frequencies
             rope_local_base_freq, partial_rotary_factor, rotary_pct, rope_interleaved,
-            rope_interleave, no_rope_layers  other rotary embeddings; allowed with rope=False
+            rope_interleave, no_rope_layers  other rotary embeddings; allowed with rope=False, and
+                                             partial_rotary_factor with rope_type proportional
             sliding_window                   unless use_sliding_window is false
             attention_chunk_size             local attention
             layer_types                      with layers that are not softmax attention

@@ -72,7 +72,7 @@ _NO_ROPE = ("rope", False)
 _SCALING = _Refusal(
     lambda rope: rope_scaling.kind_of(rope) not in ("default", *rope_scaling.KINDS),
     f"NSA rotates with fixed frequencies: those of default, {', '.join(rope_scaling.KINDS)}, or"
-    " the override rope_frequencies",
+    " the override rope_frequencies; a cache holds rotated keys, so use yarn for longer inputs",
     _NO_ROPE,
 )
 _PARTIAL = _Refusal(lambda part: part not in (None, 1), "NSA rotates whole heads", _NO_ROPE)
@@ -253,14 +253,17 @@ def _effective_values(values: dict[str, Any]) -> dict[str, Any]:
     values = {**_IMPLIED.get(kind if isinstance(kind, str) else "", {}), **values}
     if values.get("use_sliding_window") is False:
         values["sliding_window"] = None
-    rope = values.get("rope_parameters")
+    rope: Any = values.get("rope_parameters")
     if isinstance(rope, Mapping):  # may have one entry per kind of layer
         rope = rope.get("full_attention", rope)
-    if isinstance(rope, Mapping) and values.get("rope_theta") is None:
-        values["rope_theta"] = rope.get("rope_theta")
-        values.setdefault("partial_rotary_factor", rope.get("partial_rotary_factor"))
-    if rope_scaling.kind_of(rope) == "proportional":  # its frequencies have this factor
-        values["partial_rotary_factor"] = None
+    if isinstance(rope, Mapping):  # as in transformers, its values are those that count
+        stated = {name: rope.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+        values |= {name: value for name, value in stated.items() if value is not None}
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = values.get(name)
+        if rope_scaling.kind_of(rope) == "proportional":  # its frequencies have this factor
+            part = values.pop("partial_rotary_factor", None)
+            values[name] = {"partial_rotary_factor": 1 if part is None else part, **rope}
     return values
 
 

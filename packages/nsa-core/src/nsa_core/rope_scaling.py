@@ -49,7 +49,10 @@ def scaled_frequencies(
         plain = [float(base) ** (-2 * i / width) for i in range(width // 2)]
         kind = kind_of(rope)
         if kind == "proportional":
-            rotated = int(float(rope.get("partial_rotary_factor", 1)) * width // 2)
+            part = float(rope.get("partial_rotary_factor", 1))
+            if not 0 <= part <= 1:
+                raise ValueError(f"partial_rotary_factor must be from 0 to 1, got {part:g}")
+            rotated = int(part * width // 2)
             factor = float(rope.get("factor", 1))
             return tuple(f / factor if i < rotated else 0.0 for i, f in enumerate(plain)), 1.0
         factor = rope["factor"]
@@ -60,8 +63,10 @@ def scaled_frequencies(
         if kind == "llama3":
             # turns of the pair over the trained length; few turns are slowed down
             low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-            if not low > 0:
-                raise ValueError(f"low_freq_factor must be > 0, got {low:g}")
+            if not 0 < low < high:
+                raise ValueError(
+                    f"low_freq_factor must be > 0 and below high_freq_factor, got {low:g}, {high:g}"
+                )
             turns = [trained * f / (2 * math.pi) for f in plain]
             shares = [min(max((n - low) / (high - low), 0.0), 1.0) for n in turns]
             attention = 1.0

@@ -191,10 +191,12 @@ def _from_positions(
                 f" {_ONE_DOCUMENT}"
             )
         # Some callers count the padding before a sequence too.
-        if cache is not None and first not in (held[b], columns + int(column[0])):
+        padded = columns + int(column[0])
+        if cache is not None and first not in (held[b], padded):
+            or_padded = f" (or at {padded}, if they count padding)" * (padded != held[b])
             raise InvalidInput(
-                f"position_ids of sequence {b} begin at {first}, but must go on at {held[b]} after"
-                f" the {held[b]} tokens in the cache"
+                f"position_ids of sequence {b} begin at {first}, but beside a cache of"
+                f" {held[b]} tokens they must begin at {held[b]}{or_padded}"
             )
         for start in (first - held[b], *starts):
             _check_start(start, layer)
