@@ -263,6 +263,19 @@ def test_row_60_a_missing_directory_is_refused_before_the_run(tmp_path):
         output.check_writable("--json", tmp_path / "absent" / "new.json")
 
 
+@pytest.mark.parametrize("expected", [80.0, 150.0])
+def test_an_expected_time_gives_the_time_left_from_the_first_step_on(monkeypatch, capsys, expected):
+    clock = [0.0]
+    monkeypatch.setattr(output.time, "monotonic", lambda: clock[0])
+    with output.progress(11, 22.0, expected) as advance:
+        for at in (40.0, 50.0, 60.0, 70.0):  # 30 s of imports, then steps of 10 s
+            clock[0] = at
+            advance("step", 2.0)
+    lines = capsys.readouterr().err.splitlines()
+    left = [int(re.search(r"about (\d+) (s|min) left", line)[1]) for line in lines]
+    assert left == {80.0: [73, 85, 77, 68], 150.0: [2, 94, 82, 71]}[expected]  # the first: 136 s
+
+
 def test_no_time_left_is_shown_in_the_first_percent(monkeypatch, capsys):
     clock = [0.0]
     monkeypatch.setattr(output.time, "monotonic", lambda: clock[0])
@@ -363,6 +376,17 @@ def test_json_is_printed_or_written_beside_the_tables(nsa, tmp_path, command):
     assert nsa(*words, "--json", "-") == printed
     assert nsa(*words, "--json", str(file)) == tables
     assert json.loads(file.read_text()) == json.loads(printed.out)
+
+
+def test_the_time_left_follows_the_costs(monkeypatch, capsys):
+    now = iter([0.0, 30.0, 30.0, 30.0, 600.0, 600.0, 600.0, 700.0, 700.0, 700.0])
+    monkeypatch.setattr(output.time, "monotonic", lambda: next(now))
+    with output.progress(3, 400.0) as advance:
+        advance("first", 300.0)
+        advance("second", 50.0)
+        advance("third", 50.0)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["1/3 first, about 10 s left", "2/3 second, about 86 s left", "3/3 third"]
 
 
 def test_help_shows_choices_and_no_type_of_python(nsa):

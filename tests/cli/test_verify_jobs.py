@@ -31,7 +31,7 @@ from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import Finding
 from nsa_verify.run import runner, suite, workers
 from nsa_verify.run.runner import run_jobs
-from nsa_verify.run.schedule import Schedule
+from nsa_verify.run.schedule import _MILLISECONDS, Schedule, cost
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -92,6 +92,12 @@ def test_each_job_runs_once_and_kernels_stay_with_a_worker():
     group = [job for job in jobs if job.case.name == "h=7" and job.dtype == DTYPES[0]]
     one_group = Schedule(group)
     assert (one_group.take(0), one_group.take(1)) == (0, len(group) - 1)
+
+
+def test_measured_costs_are_those_of_checks_and_grow_with_the_case():
+    jobs = suite.jobs("quick", DTYPES[:1], text=b"a text of the real case. " * 400)
+    assert {job.name for job in jobs} >= _MILLISECONDS.keys()
+    assert len({cost(job) for job in jobs if job.name == "generated sel"}) > 10
 
 
 def test_default_processes_are_one_per_core_on_a_gpu_and_in_the_interpreter(monkeypatch):

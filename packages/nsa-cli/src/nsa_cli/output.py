@@ -67,6 +67,7 @@ PLUGIN_LIMIT_S = 10.0
 _OUR_MODULES = {name.replace("-", "_") for name in OUR_PACKAGES}
 _python_format = warnings.formatwarning
 _plugin_options = (False, PLUGIN_LIMIT_S)
+_EXPECTED_S = 2.0  # weight of the expected time of a run in the time left
 
 
 def set_plugin_options(safe: bool, limit_s: float) -> None:
@@ -227,27 +228,39 @@ def naming(option: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress(steps: int) -> Iterator[Callable[[str], None]]:
+def progress(
+    steps: int, total: float | None = None, seconds: float = 0.0
+) -> Iterator[Callable[..., None]]:
     """Show progress and the time left on standard error.
 
-    A terminal gets a bar; other outputs get a line at most every ten seconds. No time left is shown
-    in the first percent.
+    A terminal gets a bar; other outputs get a line at most every ten seconds.
 
     Args:
         steps: Number of steps.
+        total: Expected time of all steps, in any unit; None: they take equal times.
+        seconds: Expected time of all steps in seconds; 0: unknown, so no time left is shown in the
+            first percent. It counts as much as two seconds of the run, because a few steps would
+            give a wrong rate, and the first one, which also waits for imports, counts for nothing.
 
     Yields:
-        ``advance(label)``, to call after each step.
+        ``advance(label, cost=1.0)``, to call after each step; its cost is a part of the total.
     """
+    total = steps if total is None else total
     started = last = time.monotonic()
-    done = 0
+    done, spent, measured = 0, 0.0, 0.0
 
-    def after(label: str) -> str:
-        nonlocal done
-        done += 1
-        left = (time.monotonic() - started) * (steps - done) / done
-        is_known = 100 * done >= steps and left >= 0.5
-        time_left = f", about {_duration(left)} left" if is_known else ""
+    def after(label: str, cost: float) -> str:
+        nonlocal done, spent, started, measured
+        now = time.monotonic()
+        done, spent, measured = done + 1, spent + cost, measured + cost
+        if done == 1 and seconds:
+            started, measured = now, 0.0
+        weight = _EXPECTED_S if seconds else 0.0
+        expected = weight * total / seconds if seconds else 0.0
+        if not seconds and 100 * spent < total:
+            return f"{done}/{steps} {one_line(label)}"
+        left = (now - started + weight) * max(total - spent, 0.0) / (measured + expected)
+        time_left = f", about {_duration(left)} left" if left >= 0.5 else ""
         return f"{done}/{steps} {one_line(label)}{time_left}"
 
     if sys.stderr.isatty():
@@ -260,13 +273,15 @@ def progress(steps: int) -> Iterator[Callable[[str], None]]:
             TextColumn("{task.description}", table_column=Column()),
         )
         with Progress(*columns, console=console(stderr=True), transient=True) as bar:
-            task = bar.add_task("", total=steps)
-            yield lambda label: bar.update(task, advance=1, description=after(label))
+            task = bar.add_task("", total=total)
+            yield lambda label, cost=1.0: bar.update(
+                task, advance=cost, description=after(label, cost)
+            )
         return
 
-    def advance(label: str) -> None:
+    def advance(label: str, cost: float = 1.0) -> None:
         nonlocal last
-        line = after(label)
+        line = after(label, cost)
         if time.monotonic() - last >= 10:
             last = time.monotonic()
             print(line, file=sys.stderr, flush=True)

@@ -74,6 +74,7 @@ def run_combinations(
     from nsa_verify.run import suite
     from nsa_verify.run.contexts import needs_judge_context
     from nsa_verify.run.runner import run_jobs
+    from nsa_verify.run.schedule import cost
 
     device, dtypes, phase = options.device, options.dtypes, options.phase
     # Cases are small: starting more threads takes longer than the computation.
@@ -107,7 +108,10 @@ def run_combinations(
         index, count = options.shard
         suite_jobs = suite_jobs[index - 1 :: count]
     processes = options.jobs or _default_processes(device, interpreted, len(suite_jobs))
-    with output.progress(len(suite_jobs) * len(combos)) as advance:
+    expected = sum(map(cost, suite_jobs)) * len(combos)
+    is_known = device == "cpu" and not interpreted
+    seconds = expected / 1000 / processes if is_known else 0.0
+    with output.progress(len(suite_jobs) * len(combos), expected, seconds) as advance:
         results = run_jobs(
             combos,
             suite_jobs,

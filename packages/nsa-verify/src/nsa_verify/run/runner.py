@@ -11,6 +11,7 @@ from nsa_core.dtypes import dtype_name
 from nsa_core.util.interruption import NEVER, Interruption
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import Finding
+from nsa_verify.run.schedule import cost
 from nsa_verify.run.suite import Job
 from nsa_verify.run.workers import run_tasks
 
@@ -39,7 +40,7 @@ def run_jobs(
     processes: int = 1,
     job_limit_s: float = float("inf"),
     stop: Interruption = NEVER,
-    advance: Callable[[str], None] = lambda label: None,
+    advance: Callable[[str, float], None] = lambda label, cost: None,
 ) -> RunResult:
     """Run every job on every combination.
 
@@ -53,7 +54,8 @@ def run_jobs(
             Whatever such a backend does becomes a failed finding.
         stop: After it is set, no new job starts. Worker processes end at once; a job in this
             process may end within GRACE_S.
-        advance: Called with a label after each job on each combination.
+        advance: Called with a label and the cost (:func:`nsa_verify.run.schedule.cost`) of a job,
+            after each job on each combination.
 
     Raises:
         InvalidInput: A job raised it.
@@ -80,7 +82,7 @@ def run_jobs(
             busy[result.combination] += result.seconds
             peak = max(peak, result.peak_bytes)
             job = todo[result.job]
-            advance(f"{job.name}, {job.case.name}, {dtype_name(job.dtype)}")
+            advance(f"{job.name}, {job.case.name}, {dtype_name(job.dtype)}", cost(job))
     scale = (time.perf_counter() - started) / (sum(busy) or 1.0)
     in_order = [[by_job[index] for index in sorted(by_job)] for by_job in findings]
     return RunResult(in_order, [seconds * scale for seconds in busy], peak)

@@ -49,6 +49,46 @@ def _kernel_key(job: Job) -> Hashable:
     return config, job.dtype, isinstance(job.check, OnStep) or isinstance(drawn, Sequences)
 
 
+# Milliseconds of a check on the CPU: of any case, and per thousand elements of q and o.
+_MILLISECONDS = {
+    "parity": (80, 0.85),
+    "any blocks": (30, 4.9),
+    "ties": (19, 4.6),
+    "run to run": (75, 1.5),
+    "nan storage": (36, 8.7),
+    "coverage": (35, 5.9),
+    "core gradients": (23, 6.5),
+    "causality": (30, 1.0),
+    "composition": (37, 0.35),
+    "dispatch": (37, 1.6),
+    "inputs untouched": (20, 1.6),
+    "layer": (300, 0),
+    "generated core": (88, 2.1),
+    "generated block_attention": (58, 0.28),
+    "generated cmp": (26, 0.33),
+    "generated select": (27, 0.12),
+    "generated sel": (65, 0.23),
+    "generated win": (44, 0.46),
+    "generated combine": (5, 0.41),
+    "partial queries": (29, 0.03),
+    "decode": (46, 0.06),
+    "decode reads": (20, 2.0),
+    "decode ties": (15, 1.6),
+    "decode run to run": (40, 0),
+    "generated steps": (87, 0.12),
+    "block attention decode": (5, 0.13),
+    "cache histories": (77, 20),
+    "page histories": (200, 21),
+}
+_FAST = ("empty rows", "core ", "decode fused ", "decode inputs")  # beginnings of names
+
+
+def cost(job: Job) -> float:
+    """Estimate the milliseconds of a job on the CPU, from which the time left is estimated."""
+    base, of_elements = _MILLISECONDS.get(job.name, (3 if job.name.startswith(_FAST) else 25, 0))
+    return base + of_elements * _work(job) / 1000
+
+
 def _work(job: Job) -> int:
     """Estimate the work as the elements of q and o; wide heads also compile longer."""
     config, case = job.case.config, job.case
