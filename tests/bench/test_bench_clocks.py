@@ -12,13 +12,16 @@ import types
 import pytest
 import torch
 
+from nsa_bench import child_call
 from nsa_bench.clocks import CpuClock, CudaClock, may_be_launch_bound
 from nsa_bench.compare import compare
 from nsa_bench.crossover import crossovers
+from nsa_bench.limits import Limits
 from nsa_bench.render.summary import summary
 from nsa_bench.render.tables import changes_tables, rows_of
 from nsa_bench.result import Measurement, read_result
 from nsa_bench.timing import Performance, Prepared, Workload, measure, take_sample
+from nsa_core.util.interruption import NEVER
 
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h100"
 
@@ -162,6 +165,21 @@ def test_a_call_with_state_has_no_untimed_calls_before_its_samples(device):
     performance = measure([work], ScriptedClock("it waits"), budget_s=0.01)["step"].performance
     # Three calls prepare it, and five eager ones precede the attempt to capture it.
     assert len(made) == 3 + 5 + len(performance.samples_ms) == 28
+
+
+@pytest.mark.parametrize(("device", "limit_s"), [("cuda", 0.9), ("cpu", 0.4)])
+def test_a_child_has_time_for_the_untimed_calls_of_a_gpu(monkeypatch, device, limit_s):
+    sent, results = [], [Prepared(child_call.not_here, "events", 1, 390.0, 0), 390.0]
+    child = types.SimpleNamespace(
+        send=lambda *message: sent.append(message),
+        poll=lambda seconds: True,
+        receive=lambda limit, doing: results.pop(0),
+    )
+    monkeypatch.setattr(child_call, "Child", lambda: child)
+    call = child_call.ChildCall(None, device, Limits(max_call_s=0.4), NEVER)
+    assert call.prepare().take(begins_turn=True) == 390.0
+    assert sent[-1][1:] == (True,)
+    assert call._sample_limit_s == pytest.approx(limit_s)  # a sample and a call, and 0.1 s
 
 
 def test_the_samples_of_a_workload_are_spread_over_all_turns(monkeypatch):

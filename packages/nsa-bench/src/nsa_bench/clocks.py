@@ -7,7 +7,7 @@ replayed, so that the time is the kernels' time.
 A GPU at its power limit lowers its clock. For some 100 ms, a call therefore takes up to 17 % longer
 after calls that need more power, and less time after calls that need less. So each turn of a
 workload begins with untimed calls of it, and its samples have the clock that its own power allows.
-Calls that change their state, and calls longer than that, have none.
+Calls with state (Workload.has_state) and calls of at least 4 * LEAD_MS begin without them.
 
 CPU: torch.utils.benchmark over enough calls to fill 5 ms, at a stated thread count. A longer call
 is timed with perf_counter, because Timer would run it three times per sample. Caches stay as the
@@ -34,7 +34,7 @@ from nsa_core.util.text import describe_error
 HOST_SHARE = 0.05  # largest tolerated share of host launch time in an eagerly timed call
 SLOW_MS = 200.0  # a slower call is warmed up once, and its second run is already a sample
 EAGER_SAMPLES = 5  # eager samples of a captured call
-TURNS, LEAD_MS = 2, 100.0  # of a GPU
+TURNS, LEAD_MS = 2, 100.0  # on a GPU: turns of a workload, and its untimed calls before each
 SAMPLE_MS = 5.0  # shortest CPU sample
 HIGHEST_THRESHOLD = 32 << 20  # highest value of glibc's dynamic mmap threshold, in bytes
 
@@ -187,8 +187,10 @@ class CudaClock:
         )
         if not may_be_launch_bound(prepared.estimate_ms, prepared.host_ms):
             return prepared
-        leads = (not workload.has_state, *(False,) * (EAGER_SAMPLES - 1))
-        eager = [take_sample(self, prepared, begins_turn=leads_in) for leads_in in leads]
+        eager = [
+            take_sample(self, prepared, begins_turn=n == 0 and not workload.has_state)
+            for n in range(EAGER_SAMPLES)
+        ]
         replay, prepared.not_captured = self._captured(workload.make)
         if replay is None:
             return prepared
