@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -22,7 +23,8 @@ from torch.utils.checkpoint import (
 import fused_toy
 from nsa_core import InvalidInput, Unsupported, nsa_attention_with_lse, resolve
 from nsa_core.contract import BRANCHES, SLOTS
-from nsa_core.plan.finite_checks import checked_plan
+from nsa_core.errors import NSAError
+from nsa_core.plan.finite_checks import CheckedKernel, checked_plan
 from nsa_core.plan.plan import Plan
 from nsa_core.plan.registry import Registry, default_registry
 from nsa_core.torch_ops import core_op
@@ -399,3 +401,17 @@ def test_calls_without_tokens_or_sequences(lead: tuple[int, int]) -> None:
     assert trace == []
     for a, b in zip(actual, results(attend, x, plan("fused"), nonnegative_gates=True), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+@pytest.mark.parametrize(("dtype", "code"), [(torch.float8_e4m3fn, torch.nan), (torch.int8, 1)])
+def test_the_error_of_a_checked_kernel_reads_quantised_inputs(dtype, code):
+    q, k, v = torch.full((1, 1, 2, 4), torch.nan), torch.ones(3, 8, 2, 4), torch.ones(3, 8, 2, 4)
+    v[1, 5] = code
+
+    def kernel(q, k, v):
+        return q
+
+    kernel.slot, kernel.backend = "win", "x"
+    places = "q from index [0, 0, 0, 0]" + ", v from index [1, 5, 0, 0]" * (code != code)
+    with pytest.raises(NSAError, match=re.escape(f"these are not finite: {places}") + "$"):
+        CheckedKernel(kernel, None)(q, k.to(dtype), v.to(dtype))

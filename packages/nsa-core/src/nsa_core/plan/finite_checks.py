@@ -45,7 +45,7 @@ class CheckedKernel:
             first_of = {
                 name: index[0].tolist()
                 for name, tensor in zip(INPUTS[self.kernel.slot], tensors)
-                if tensor.itemsize > 1 and len(index := _not_finite(tensor))  # codes are finite
+                if len(index := _not_finite(tensor))
             }
             inputs = "its inputs are finite"
             if first_of:
@@ -62,6 +62,7 @@ class CheckedKernel:
 
 def _not_finite(x: torch.Tensor) -> torch.Tensor:
     """Return the indices of the numbers of ``x`` that are not finite, int64 [count, axes]."""
+    x = x.float() if x.itemsize == 1 else x  # torch.isfinite does not take fp8
     return (~torch.isfinite(x)).nonzero()
 
 
