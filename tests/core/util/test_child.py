@@ -95,7 +95,7 @@ def test_the_end_of_a_child_is_its_error_from_then_on(function, arguments, how: 
     with pytest.raises(ChildEnded, match="while loading"):
         child.call(divmod, 7, 2, doing="in its probe")
     assert child.has_ended
-    assert time.monotonic() - started < 0.2
+    assert time.monotonic() - started < 5  # it does not wait for LIMIT_S
 
 
 def test_the_error_names_the_function_that_ran_and_the_last_output() -> None:
