@@ -164,27 +164,15 @@ def _backends(shape: str) -> Piece:
     name = f"backends-{shape.replace('/', '-')}"
     return Piece(
         name,
-        f"every backend, dense attention, sfnsa and xunhao at {shape}, by sequence length",
+        f"NSA, every dense kernel, sfnsa and xunhao at {shape}, by sequence length, most of them"
+        " around the length where NSA and dense attention take the same time",
         # Only the piece rivals measures fla, because its kernels compile for minutes.
-        f"{_BENCH} --shape {shape} --length 2k..64k --phase forward,backward,both"
-        " --inputs random --rival sfnsa --rival xunhao --budget 0.12 --max-call 0.5"
-        " --cell-limit 12 --time-limit 300 --json {file}",
+        f"{_BENCH} --shape {shape} --length 2k,5k,6k,8k,10k,12k,13k,16k,32k,64k"
+        " --phase forward,both --inputs random --combo auto --combo sdpa --rival sfnsa"
+        " --rival xunhao --budget 0.12 --max-call 0.8 --cell-limit 14 --time-limit 300"
+        " --json {file}",
         f"{name.replace('-', '_')}.json",
         6,
-    )
-
-
-def _dense(shape: str) -> Piece:
-    name = f"dense-{shape.replace('/', '-')}"
-    return Piece(
-        name,
-        f"NSA and every dense kernel at {shape}, around the length where they take the same time;"
-        " needs flash-attn-4",
-        f"{_BENCH} --shape {shape} --length 5k,6k,8k,10k,12k,13k,16k,32k,64k"
-        " --phase forward,both --inputs random --combo auto --combo cmp=fa2 --budget 0.08"
-        " --max-call 0.6 --cell-limit 14 --time-limit 200 --json {file}",
-        f"{name.replace('-', '_')}.json",
-        3,
     )
 
 
@@ -209,7 +197,6 @@ PIECES = (
     _shapes("32k", "28/4/128,64/8/128", 4),
     _shapes("128k", "16/1/128", 6),
     *map(_backends, BACKEND_SHAPES),
-    *map(_dense, BACKEND_SHAPES),
     Piece(
         "rivals",
         "NSA, dense attention and all other NSA libraries in one run, at 64/4/128",

@@ -43,18 +43,14 @@ class Results:
         rows: list[dict[str, Any]] = json.loads((self.folder / name).read_text())["rows"]
         return rows
 
-    def backends(self, shape: str) -> list[Measurement]:
-        """Return the measurements of every backend at ``shape``."""
-        return self.bench(f"backends_{shape.replace('/', '_')}.json").measurements
+    def backends(self) -> list[Result]:
+        """Return the results of NSA, dense kernels and other libraries by length, a shape each."""
+        return [self.bench(f"backends_{s.replace('/', '_')}.json") for s in BACKEND_SHAPES]
 
     def rivals(self) -> list[Measurement]:
         """Return the measurements of NSA and of other libraries in one run; [] without a file."""
         name = "rivals.json"
         return self.bench(name).measurements if (self.folder / name).exists() else []
-
-    def dense(self) -> list[Result]:
-        """Return the results beside every dense kernel, by shape; [] without a file."""
-        return [self.bench(path.name) for path in sorted(self.folder.glob("dense_*.json"))]
 
     def core(self, shape: str) -> list[Measurement]:
         """Return the measurements of the core at ``shape``."""
@@ -179,12 +175,12 @@ def _ratios(results: Results, shape: str, inputs: str) -> list[tuple[int, float]
 
 
 def _crossovers(phase: str, eager: bool = False) -> Callable[[Results], str]:
-    """Return a function that states the crossover lengths of the shapes of Results.dense."""
+    """Return a function that states the crossover lengths of the shapes of Results.backends."""
 
     def render(results: Results) -> str:
         lengths = {
             c.shape: c.eager_length if eager else c.length
-            for result in results.dense()
+            for result in results.backends()
             for c in result.crossovers
             if (c.subject, c.phase) == ("auto", phase)
         }
@@ -195,33 +191,6 @@ def _crossovers(phase: str, eager: bool = False) -> Callable[[Results], str]:
         return " to ".join(f"{length / 1024:.1f}k ({shape})" for length, shape in ends)
 
     return render
-
-
-def _dense_times(results: Results, subject: str) -> dict[tuple[str, int], float]:
-    """Return (shape, length) -> ms of forward and backward of a subject beside dense kernels."""
-    return {
-        (m.shape, m.length): m.performance.median_ms
-        for result in results.dense()
-        for m in result.measurements
-        if (m.subject, m.phase) == (subject, "both") and m.performance
-    }
-
-
-def dense(results: Results) -> str:
-    """Tabulate forward + backward of NSA and of dense kernels at 8k, 16k and 32k tokens."""
-    subjects = ("auto", "dense flash-attn 4", "dense cudnn", "dense flash")
-    times = [_dense_times(results, subject) for subject in subjects]
-    rows = [
-        [
-            shape,
-            tokens(length),
-            *(digits(t[cell]) if (cell := (shape, length)) in t else "-" for t in times),
-        ]
-        for shape, length in sorted(times[0])
-        if length in (8192, 16384, 32768)
-    ]
-    columns = ["heads", "tokens", "NSA", "FlashAttention-4", "cuDNN", "FlashAttention-2"]
-    return table(columns, rows)
 
 
 def core_memory_ratio(results: Results) -> str:
@@ -261,23 +230,34 @@ def _part_ms(cell: Measurement | None, name: str) -> str:
     return digits(part.performance.median_ms) if part and part.performance else "-"
 
 
+# Subject of a measurement -> its name in the table of NSA, dense attention and other libraries.
+KERNELS = {
+    "auto": "NSA, `auto`",
+    "sdpa": "NSA, `sdpa`",
+    "dense flash-attn 4": "dense, FlashAttention-4",
+    "dense cudnn": "dense, cuDNN",
+    "dense flash-attn": "dense, FlashAttention-2",
+    "sfnsa NSA": "NSA, sfnsa",
+    "xunhao NSA": "NSA, xunhao",
+    "fla NSA, l=d=64": "NSA, fla, l=d=64",
+}
+
+
 def backends(results: Results) -> str:
-    """Tabulate forward + backward of NSA, the fastest dense kernel and rivals, by length."""
-    measurements = [m for shape in BACKEND_SHAPES for m in results.backends(shape)]
+    """Tabulate forward + backward of NSA, of dense kernels and of other libraries, by length."""
+    measurements = [m for result in results.backends() for m in result.measurements]
     measurements += [m for m in results.rivals() if m.subject.startswith("fla")]
-    times: dict[tuple[str, str], dict[int, float]] = {}  # row -> length -> ms
-    for m in measurements:
-        if m.phase == "both" and m.performance and m.subject != "fa2":
-            title = "dense" if m.kind == "dense" else m.subject.replace(" NSA", "")
-            cells = times.setdefault((m.shape, title), {})
-            cells[m.length] = min(m.performance.median_ms, cells.get(m.length, math.inf))
-    lengths = sorted({length for cells in times.values() for length in cells} - {4096})
+    times = {
+        (m.shape, m.subject, m.length): digits(m.performance.median_ms)
+        for m in measurements
+        if m.phase == "both" and m.performance
+    }
+    lengths = [1024 * n for n in (2, 8, 16, 32, 64)]
     rows = [
-        [*row, *(digits(cells[n]) if n in cells else "-" for n in lengths)]
-        for row, cells in times.items()
-        if len(cells) > 1
+        [shape, name, *(times.get((shape, subject, n), "-") for n in lengths)]
+        for shape, (subject, name) in itertools.product(BACKEND_SHAPES, KERNELS.items())
     ]
-    rows.sort(key=lambda row: row[0])
+    rows = [row for row in rows if {*row[2:]} != {"-"}]
     return table(["heads", "kernels", *(tokens(n) for n in lengths)], rows)
 
 
@@ -380,7 +360,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "core-crossover": _crossovers("both"),
     "core-crossover-eager": _crossovers("both", eager=True),
     "core-crossover-forward": _crossovers("forward"),
-    "dense": dense,
     "compared-nsa": _compared("auto"),
     "compared-flash4": _compared("dense flash-attn 4"),
     "compared-fla": _compared("fla NSA, l=d=64"),
