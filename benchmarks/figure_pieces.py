@@ -15,10 +15,9 @@ PUBLISHED = "h200"  # folder of benchmarks/results with the figures of README.md
 _BENCH = "nsa bench --device cuda --dtype bfloat16 --threads 8"
 _DECODE = "nsa bench decode --device cuda --dtype bfloat16 --threads 8"
 _CORE = (
-    _BENCH + " --shape {shape} --length 8k,32k,64k --phase {phases} {combos}"
-    " --inputs random,real --checkpoint " + CHECKPOINTS + "/{checkpoint}.safetensors"
-    " --rival sfnsa --rival xunhao --budget 0.3 --max-call 1 --cell-limit 30"
-    " --time-limit {seconds} --json {{file}}"
+    _BENCH + " --shape {shape} --length 8k,32k,64k --phase {phases} {combos} --inputs {inputs}"
+    " --rival {rivals} --budget 0.3 --max-call 1 --cell-limit 30 --time-limit {seconds}"
+    " --json {{file}}"
 )
 _ON_ALL_GPUS = "python -m torch.distributed.run --standalone --nproc-per-node gpu"
 _REHEARSE = "python benchmarks/rehearse.py --arch 80 --"
@@ -89,7 +88,8 @@ def _core(shape: str, minutes: float) -> Piece:
         shape=shape,
         phases="both,forward,backward",
         combos="--combo auto",
-        checkpoint=heads,
+        rivals="none",
+        inputs=f"random,real --checkpoint {CHECKPOINTS}/{heads}.safetensors",
         seconds=round(60 * (minutes - 1)),
     )
     return Piece(
@@ -131,17 +131,17 @@ def _a100_core(shape: str) -> Piece:
         shape=shape,
         phases="both",
         combos="--combo triton --combo auto",
-        checkpoint=heads,
-        seconds=540,
+        inputs="random",
+        rivals="sfnsa,xunhao",
+        seconds=300,
     )
     return Piece(
         f"a100-core-{heads}",
-        f"NSA, dense FlashAttention-2 and other NSA libraries at {shape}, random and real inputs,"
-        " all with code for the A100",
+        f"NSA, dense FlashAttention-2 and other NSA libraries at {shape}, all with code for the"
+        " A100",
         f"{_REHEARSE} {command}",
         f"a100_core_{heads.replace('-', '_')}.json",
-        9.5,
-        "real-blocks",
+        5.5,
         rehearses="sm80",
     )
 
@@ -150,10 +150,9 @@ def _shapes(length: str, shapes: str, minutes: float) -> Piece:
     return Piece(
         f"shapes-{length}",
         f"NSA and dense attention at heads of released models, {length} tokens",
-        # fla refuses most of these heads at once. The other NSA libraries are left out, because
-        # their kernels compile for minutes for each shape.
+        # The other NSA libraries are left out: their kernels compile for minutes for each shape.
         f"{_BENCH} --shape {shapes} --length {length} --phase both --inputs random --combo auto"
-        f" --rival fla --budget 0.3 --max-call 1 --cell-limit 30"
+        f" --rival none --budget 0.3 --max-call 1 --cell-limit 30"
         f" --time-limit {round(60 * (minutes - 1))} --json {{file}}",
         f"shapes_{length}.json",
         minutes,
@@ -168,8 +167,8 @@ def _backends(shape: str) -> Piece:
         " around the length where NSA and dense attention take the same time",
         # Only the piece rivals measures fla, because its kernels compile for minutes.
         f"{_BENCH} --shape {shape} --length 2k,5k,6k,8k,10k,12k,13k,16k,32k,64k"
-        " --phase forward,both --inputs random --combo auto --combo sdpa --rival sfnsa"
-        " --rival xunhao --budget 0.12 --max-call 0.8 --cell-limit 14 --time-limit 300"
+        " --phase forward,both --inputs random --combo auto --combo sdpa"
+        " --rival sfnsa,xunhao --budget 0.12 --max-call 0.8 --cell-limit 14 --time-limit 300"
         " --json {file}",
         f"{name.replace('-', '_')}.json",
         6,

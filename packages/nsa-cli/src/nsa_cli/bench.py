@@ -364,13 +364,8 @@ def _settings(
     with output.naming("--blocks:"):
         for shape in values.get("shapes", [parse_shape("reports")]):
             shape.config(blocks)
-    for rival in numbers["rivals"] or []:
-        for name in some_of("--rival", rival, _MODULE_OF_RIVAL):
-            if importlib.util.find_spec(_MODULE_OF_RIVAL[name]) is None:
-                raise BackendUnavailable(
-                    f"--rival {name}: its package, which has the module {_MODULE_OF_RIVAL[name]},"
-                    " is not installed"
-                )
+    if numbers["rivals"]:
+        numbers["rivals"] = _named_rivals(numbers["rivals"])
     for combo in combos:
         pairs_of_backends(combo, "--combo")
     input_kinds = some_of("--inputs", inputs, ("random", "real"))
@@ -400,6 +395,28 @@ def _settings(
         checkpoints=checkpoints,
         **numbers,
     )
+
+
+def _named_rivals(values: Sequence[str]) -> list[str]:
+    """Return the libraries that the values of --rival name.
+
+    Raises:
+        InvalidInput: A value names another library, or "none" beside a library.
+        BackendUnavailable: A library is not installed.
+    """
+    allowed = (*_MODULE_OF_RIVAL, "none")
+    names = [name for value in values for name in some_of("--rival", value, allowed)]
+    if {*names} == {"none"}:
+        return []
+    if "none" in names:
+        raise InvalidInput(f"--rival none excludes other libraries, got {', '.join(names)}")
+    for name in names:
+        if importlib.util.find_spec(_MODULE_OF_RIVAL[name]) is None:
+            raise BackendUnavailable(
+                f"--rival {name}: its package, which has the module {_MODULE_OF_RIVAL[name]},"
+                " is not installed"
+            )
+    return names
 
 
 def _run(bench: Bench, stop: Interruption, files: _Files) -> int:

@@ -68,10 +68,10 @@ Rivals = Annotated[
     advanced(
         "--rival",
         show_default=False,
-        **shown("fla", "sfnsa", "xunhao"),
+        **shown("fla", "sfnsa", "xunhao", "none"),
         help=(
-            "Other NSA library to time as well. Repeatable. Default: on a GPU, all that are"
-            " installed."
+            "Other NSA library to time as well, or none. Repeatable. Default: on a GPU, all that"
+            " are installed."
         ),
     ),
 ]
