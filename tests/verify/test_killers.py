@@ -79,7 +79,7 @@ SUITES: dict[str, tuple[str, Callable[[ModuleType], list[str]]]] = {
     ),
     "conformance": (
         "verify/conformance/test_conformance_suite.py",
-        lambda m: [*m.FAULTY, *m.STEP_FAULTS],
+        lambda m: [*m.FAULTY, *m.LAYOUTS, *m.STEP_FAULTS],
     ),
     "mode sequence": ("core/parallel/test_context_parallel.py", lambda m: list(m.MUTANTS)),
 }
