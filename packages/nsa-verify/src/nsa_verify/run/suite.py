@@ -111,13 +111,10 @@ class _CheckSize:
 _CHECKS = (
     _CheckSize("parity", checks.parity, 1 << 20, 1 << 20, 1 << 20),
     _CheckSize("ties", checks.ties, 1 << 10, 1 << 13),
-    _CheckSize("packed", checks.packed_equals_separate, 1 << 12, 1 << 13, 0),
     _CheckSize("any blocks", checks.any_blocks, 1 << 10, 1 << 13),
-    _CheckSize("empty rows", checks.empty_rows, 1 << 10, 1 << 13),
     _CheckSize("composition", core.composition, 1 << 13, 1 << 15),
     _CheckSize("core gradients", core.core_gradients, 1 << 9, 1 << 14, dtypes=2),
     _CheckSize("causality", invariants.causality, 1 << 11, 1 << 14, dtypes=2),
-    _CheckSize("coverage", checks.coverage, 1 << 9, 1 << 13, dtypes=2),
     _CheckSize("poison", invariants.finite_poison, 1 << 11, 1 << 14),
     _CheckSize("nan storage", invariants.nan_storage, 1 << 9, 1 << 13, dtypes=2),
     _CheckSize("inputs untouched", invariants.inputs_untouched, 1 << 9, 1 << 10, dtypes=2),
