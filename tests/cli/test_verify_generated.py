@@ -144,7 +144,9 @@ def test_refusals_are_shown_and_refusing_everything_fails() -> None:
 
 
 def test_a_check_that_failed_as_a_whole_concerns_all_slots() -> None:
-    findings = [_finding(True) | {"check": "causality", "slot": slot} for slot in ("", "cmp", "sel")]
+    findings = [
+        _finding(True) | {"check": "causality", "slot": slot} for slot in ("", "cmp", "sel")
+    ]
     assert [row[:3] for row in checks_rows(findings)[1]] == [["causality", "all", "3"]]
 
 

@@ -14,7 +14,7 @@ from nsa_core.errors import InvalidInput
 from nsa_core.util.atomic_files import NotWritten
 
 SHORT = "loads or generated win and float32"
-LONG = "loads or generated win or generated steps or operator or untouched"
+LONG = "loads or generated win or generated steps or operator"
 
 
 @pytest.fixture(scope="module")

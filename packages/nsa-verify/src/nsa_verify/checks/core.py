@@ -196,16 +196,6 @@ def finite_poison(subject: CaseUnderTest) -> Iterator[Finding]:
         yield subject.same_bits("core", f"{name} up to {t}", *rows)
 
 
-@case_check("core inputs")
-def inputs_untouched(subject: CaseUnderTest) -> Iterator[Finding]:
-    """Check that a fused backward writes to none of its inputs, blocks and do included."""
-    plan = subject.plan()
-    if "backward" not in plan.fused:
-        return
-    run, do = _run(subject, plan), subject.data.do.clone()
-    yield from subject.untouched("core", {**run.inputs, "do": do}, lambda: run.gradients(do))
-
-
 @case_check("core run to run")
 def run_to_run(subject: CaseUnderTest) -> Iterator[Finding]:
     """Check that a fused backward gives equal bits three times.

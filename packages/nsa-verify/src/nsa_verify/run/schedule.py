@@ -60,7 +60,6 @@ _MILLISECONDS = {
     "causality": (30, 1.0),
     "composition": (37, 0.35),
     "dispatch": (37, 1.6),
-    "inputs untouched": (20, 1.6),
     "layer": (300, 0),
     "generated core": (88, 2.1),
     "generated block_attention": (58, 0.28),
@@ -79,7 +78,7 @@ _MILLISECONDS = {
     "cache histories": (77, 20),
     "page histories": (200, 21),
 }
-_FAST = ("core ", "decode fused ", "decode inputs")  # beginnings of names
+_FAST = ("core ", "decode fused ")  # beginnings of names
 
 
 def cost(job: Job) -> float:
