@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pathlib
 import types
 
 import killers
@@ -22,6 +23,7 @@ from nsa_verify.conformance.points import points_of
 from nsa_verify.drawn.parser import parse
 from nsa_verify.isolation.call_guard import guarded_calls
 from nsa_verify.run import suite
+from semantic.model import FUNCTIONS
 
 FAILURES = (pytest.fail.Exception, NSAError)
 SIZES = "l=8 d=4 block=16 n=3 w=24 h=2 groups=2"
@@ -332,9 +334,39 @@ def test_wrong_decode_workspace_is_found(make_suite, name, size, match) -> None:
         stating.test_decode_workspace("win")
 
 
+PEAKS = {"backward": 4487346, "step": 963356, "compress": 77952}  # bytes of the toys
+FUSED = {
+    "backward": "fused_toy:backward",
+    "step": "toy_forms:step",
+    "compress": "toy_forms:compress",
+}
+
+
+@pytest.mark.parametrize("form", FUSED)
+@pytest.mark.parametrize(
+    ("factor", "match"), [(1, None), (0, "expected .* because a run allocates")]
+)
+def test_wrong_workspace_of_a_fused_form_is_found(form, factor, match, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[1] / "checks"))
+    FUNCTIONS.fused_size = lambda request: factor * PEAKS[form]
+    spec = dataclasses.replace(
+        default_registry().get("sdpa").spec,
+        name="fused",
+        fused={form: FUSED[form]},
+        fused_workspace={form: f"{FUNCTIONS.__name__}:fused_size"},
+    )
+    suite_ = type("Suite", (BackendConformance,), {"registry": Registry().with_backend(spec)})()
+    suite_.backend, suite_._device = "fused", "cpu"
+    found = pytest.raises(pytest.fail.Exception, match=match) if match else contextlib.nullcontext()
+    with guarded_calls(), found:
+        suite_.test_fused_workspace(form)
+
+
 def test_workspace_is_skipped_if_not_stated(make_suite) -> None:
     with pytest.raises(pytest.skip.Exception, match="states no workspace"):
         make_suite("silent").test_kernel("win", "workspace")
+    with pytest.raises(pytest.skip.Exception, match="states no fused_workspace"):
+        make_suite("silent-form").test_fused_workspace("no fused form")
     with pytest.raises(pytest.skip.Exception, match="states no decode_workspace"):
         make_suite("silent-step").test_decode_workspace("win")
 

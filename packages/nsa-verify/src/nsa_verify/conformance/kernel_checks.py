@@ -176,15 +176,19 @@ class KernelChecks:
 
 
 def workspace_faults(
-    field: str, path: str, request: Request, run: Callable[[], Any]
+    field: str, path: str, request: Request, run: Callable[[], Any], before: int = 0
 ) -> Iterator[str]:
-    """Check that a stated workspace is within a factor of two of what ``run`` allocates."""
+    """Check that a stated workspace is within a factor of two of what ``run`` allocates.
+
+    ``before`` is the number of bytes beside them that it counts.
+    """
     run()  # libraries keep buffers from their first call on
     with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profile:
         run()
     events = [e for e in profile.kineto_results.events() if e.name() == "[memory]"]
     sizes = [e.nbytes() for e in events if e.device_type().name.lower() == request.device]
-    peak, stated = max(itertools.accumulate(sizes), default=0), import_named(path)(request)
+    peak = before + max(itertools.accumulate(sizes), default=0)
+    stated = import_named(path)(request)
     if type(stated) is not int or not peak <= 2 * stated <= 4 * peak:
         expected = f"expected {peak // 2} to {2 * peak}, because a run allocates {peak}"
         yield f"{field} {path!r} returns {stated!r} bytes; {expected}"

@@ -23,12 +23,13 @@ from nsa_core.plan.loading import BackendEntry
 from nsa_core.plan.options import usable_device
 from nsa_core.plan.plugin_calls import FAULTS
 from nsa_core.plan.registry import Registry, default_registry
+from nsa_verify.conformance.fused_workspace import fused_workspace_faults
 from nsa_verify.conformance.kernel_checks import KernelChecks, workspace_faults
 from nsa_verify.conformance.points import MANY_SEQUENCES, TWO_SEQUENCES, Point, points_of
 from nsa_verify.conformance.slot_under_test import SlotUnderTest
 from nsa_verify.drawn.jobs import OnDrawn
 from nsa_verify.isolation.call_guard import guarded_calls
-from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.combination import Combination, accepted_dtypes
 from nsa_verify.problems.findings import Finding
 from nsa_verify.run import suite
 from nsa_verify.run.contexts import context_of
@@ -96,6 +97,10 @@ class BackendConformance:
             ("slot", offered or ["no slot"]),
             ("form", forms or ["no decode form"]),
             ("check", _KERNEL_CHECKS),
+            (
+                "fused",
+                [*entry.spec.fused] if entry.spec and entry.spec.fused else ["no fused form"],
+            ),
         ):
             if fixture in metafunc.fixturenames:
                 metafunc.parametrize(fixture, values)
@@ -174,6 +179,21 @@ class BackendConformance:
         run = functools.partial(import_named(subject.spec.decode), *inputs, call=call)
         faults = [*workspace_faults("decode_workspace", path, subject.request(point), run)]
         _fail_if(faults, f"{form}, {point.dtype}")
+
+    def test_fused_workspace(self, fused: str) -> None:
+        """A stated workspace of a fused form is within a factor of two of a measured one."""
+        entry = self._entry()
+        assert entry.spec is not None  # _entry skips or fails otherwise
+        if (path := entry.spec.fused_workspace.get(fused)) is None:
+            pytest.skip("the backend states no fused_workspace")
+        combination = Combination(
+            dict.fromkeys(entry.spec.slots, entry.name), self._device, self.registry
+        )
+        phase = {"decode": True} if fused != "backward" else {}
+        accepted = accepted_dtypes(combination, _DTYPES, **phase)
+        if not accepted:
+            pytest.skip("the backend refuses the fused form in every dtype")
+        _fail_if([*fused_workspace_faults(combination, fused, path, accepted[0])], fused)
 
     def test_verify(self, job: suite.Job) -> None:
         """The checks of `nsa verify` pass with this backend in every slot that it offers."""
