@@ -66,13 +66,14 @@ def judge_output(replay: Replay, done: Done) -> Iterator[Fault]:
     """
     new, reached = done.operation.values, list(done.before)
     blocks: list[list[torch.Tensor]] = [[] for _ in new]
+    last = -1
     for called in done.calls:
-        for b, row, start, stop in _spans(called, done, reached):
+        for b, row, start, stop in _spans(called, done, reached, last):
             if start != reached[b]:
                 yield Fault("", "lengths of a step", f"it starts at {start}, not at {reached[b]}")
                 return
             blocks[b].append(called.blocks[row, : stop - start].cpu())
-            reached[b] = stop
+            reached[b], last = stop, b
     if reached != done.model.lengths:
         yield Fault("", "lengths of a step", f"{reached}, expected {done.model.lengths}")
         return
@@ -100,12 +101,12 @@ def judge_output(replay: Replay, done: Done) -> Iterator[Fault]:
 
 
 def _spans(
-    called: Called, done: Done, reached: Sequence[int]
+    called: Called, done: Done, reached: Sequence[int], last: int
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield (sequence, row, first token, token behind the last) of the rows of a call of select.
 
     A long chunk of one sequence does not name it. Sequences come in turn, so it is the next one
-    that ends where the call begins.
+    after ``last``, that of the call before, that ends where the call begins.
     """
     rows, lengths = called.q.shape[:2], done.model.lengths
     if called.call is not None:
@@ -119,5 +120,6 @@ def _spans(
     elif rows[0] == len(reached):
         yield from ((b, b, start, start + rows[1]) for b in range(rows[0]))
     else:
-        fitting = (b for b, n in enumerate(reached) if n == start and n < lengths[b])
-        yield from ((b, 0, start, start + rows[1]) for b in [*fitting][:1])
+        turn = sorted(range(len(reached)), key=lambda b: (b <= last, b))
+        fitting = [b for b in turn if reached[b] == start and start < lengths[b]]
+        yield from ((b, 0, start, start + rows[1]) for b in fitting[:1])
