@@ -43,7 +43,7 @@ def finding(check: str, slot: str, ok: bool | None, row: float | None = None) ->
 
 def report(*failed: str) -> dict:
     """Return a report of `nsa verify` in which the checks ``failed`` have a failure in sel."""
-    checks = ("parity", "decode inputs untouched", "run to run")
+    checks = ("parity", "decode fused append", "run to run")
     findings = [
         finding(check, slot, not (check in failed and slot == "sel"), 1.25 if failed else 0.5)
         for check in checks

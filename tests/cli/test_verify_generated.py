@@ -144,8 +144,10 @@ def test_refusals_are_shown_and_refusing_everything_fails() -> None:
 
 
 def test_a_check_that_failed_as_a_whole_concerns_all_slots() -> None:
-    findings = [_finding(True) | {"check": "coverage", "slot": slot} for slot in ("", "cmp", "sel")]
-    assert [row[:3] for row in checks_rows(findings)[1]] == [["coverage", "all", "3"]]
+    findings = [
+        _finding(True) | {"check": "causality", "slot": slot} for slot in ("", "cmp", "sel")
+    ]
+    assert [row[:3] for row in checks_rows(findings)[1]] == [["causality", "all", "3"]]
 
 
 @pytest.mark.parametrize("line", ["sel w=3", "decode", "cache batch=2 step=5,3"])

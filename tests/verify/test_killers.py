@@ -60,12 +60,15 @@ SUITES: dict[str, tuple[str, Callable[[ModuleType], list[str]]]] = {
     "block attention decode": ("verify/checks/test_block_decode_check.py", lambda m: m.FORMS),
     "decode checks": (
         "verify/checks/test_decode_checks.py",
-        lambda m: [name for broken in m.BROKEN.values() for f in broken for name in f.values()],
+        lambda m: [
+            m.WRITING,
+            *(name for broken in m.BROKEN.values() for f in broken for name in f.values()),
+        ],
     ),
     "decode reads": ("verify/checks/test_reads.py", lambda m: [form for _, form, *_ in m.FAULTS]),
     "fused backward": (
         "verify/checks/test_core_gradients.py",
-        lambda m: [*m.FAULTS, *m.CHECK_FAULTS],
+        lambda m: [*m.FAULTS, *m.CHECK_FAULTS, "changed keys"],
     ),
     "report rows": (
         "verify/report_rows/test_report_row_01.py",
@@ -79,7 +82,7 @@ SUITES: dict[str, tuple[str, Callable[[ModuleType], list[str]]]] = {
     ),
     "conformance": (
         "verify/conformance/test_conformance_suite.py",
-        lambda m: [*m.FAULTY, *m.STEP_FAULTS],
+        lambda m: [*m.FAULTY, *m.LAYOUTS, *m.STEP_FAULTS],
     ),
     "mode sequence": ("core/parallel/test_context_parallel.py", lambda m: list(m.MUTANTS)),
 }

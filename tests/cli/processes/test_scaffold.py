@@ -13,8 +13,8 @@ from nsa_cli import scaffold
 from nsa_core.errors import InvalidInput
 from nsa_core.util.atomic_files import NotWritten
 
-SHORT = "loads or float32 and accepted"
-LONG = "loads or accepted or operator or strided or untouched"
+SHORT = "loads or generated and win and float32"
+LONG = "loads or operator or generated and (win or steps)"
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,10 @@ from nsa_core import (
 )
 from nsa_core.plan.registry import default_registry
 from nsa_core.torch_ops.backend_call import record_dispatch, run_backend
-from nsa_verify.checks import invariants
+from nsa_verify.checks.invariants import nan_storage
 from nsa_verify.problems.cases import Case, config_of
 from nsa_verify.problems.combination import Combination
+from nsa_verify.run.suite import Job
 
 CONFIG = config_of(4, 2, 8, 8, (4, 2, 8, 3, 6))
 
@@ -180,11 +181,10 @@ def test_a_result_that_is_not_contiguous_is_copied() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "check"), [("mutates", "inputs_untouched"), ("leaves_nan", "nan_storage")]
+    ("fault", "detail"),
+    [("mutates", "slot 'win', forward: it changed"), ("leaves_nan", "NaN or Inf that differs")],
 )
-def test_row_59_verify_detects_mutated_inputs_and_nan(fault: str, check: str) -> None:
-    case = Case("row 59", CONFIG, (20,))
-    findings = list(getattr(invariants, check)(with_toy(fault), case, torch.float32))
-    assert any(f.ok is False and f.slot == "win" for f in findings)
-    healthy = list(getattr(invariants, check)(Combination({}), case, torch.float32))
-    assert all(f.ok is not False for f in healthy)
+def test_row_59_verify_detects_mutated_inputs_and_nan(fault: str, detail: str) -> None:
+    job = Job("nan storage", nan_storage, Case("row 59", CONFIG, (20,)), torch.float32)
+    assert any(f.ok is False and detail in f.detail for f in job.run(with_toy(fault)))
+    assert all(f.ok is not False for f in job.run(Combination({})))

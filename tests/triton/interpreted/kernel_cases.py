@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from nsa_core.plan.registry import default_registry
-from nsa_verify.conformance.grid import Point
+from nsa_verify.conformance.points import Point
 from nsa_verify.conformance.slot_under_test import SlotUnderTest
 from nsa_verify.problems.cases import Case, config_of
 
@@ -77,8 +77,8 @@ SMALLEST = (
 
 
 def point(case: Case, dtype: str, deterministic: bool = False) -> Point:
-    """Return ``case`` as a point of the conformance suite's grid."""
-    return Point(case.name, case, dtype, deterministic)
+    """Return ``case`` as a point of the conformance suite."""
+    return Point(case, dtype, deterministic)
 
 
 def under_test(slot: str) -> SlotUnderTest:

@@ -14,6 +14,7 @@ from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_cli.app import app
 from nsa_core.plan.registry import Registry
 from nsa_verify.checks import decode_compress, decode_fused, decode_invariants
+from nsa_verify.checks.decode_parity import decode_parity
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.steps import quick_steps
 from nsa_verify.run import suite
@@ -25,7 +26,6 @@ CHECKS = {
     "run to run": decode_invariants.run_to_run,
     "page order": decode_invariants.page_order,
     "replay": decode_invariants.replayed,
-    "inputs untouched": decode_invariants.inputs_untouched,
     "dispatch": decode_invariants.dispatch,
     "fused step": decode_fused.fused_step,
     "fused append": decode_fused.fused_append,
@@ -36,7 +36,6 @@ BROKEN = {
     "run to run": [{"win": "win_not_deterministic"}],
     "page order": [{"win": "win_with_page_numbers"}],
     "replay": [{"win": "win_with_stale_lengths"}],
-    "inputs untouched": [{"win": "win_writing_its_input"}],
     "dispatch": [{"win": "win_without_evidence"}],
     "fused step": [
         {"step": f"step_with_{fault}"}
@@ -67,6 +66,7 @@ BROKEN = {
         )
     ],
 }
+WRITING = "win_writing_its_input"  # the guard of calls finds it in every check
 _FORMS = {"step": "step", "append": "append", "gates": "gates", "compress": "compress"}
 ALL = {
     "block attention decode",
@@ -99,6 +99,15 @@ def test_correct_forms_pass(check):
 def test_faulty_form_fails_its_check(check, forms):
     assert False in run(check, **forms)
     killers.expect("decode checks", *forms.values(), check)
+
+
+def test_form_that_writes_to_its_input_fails_the_check_that_runs_it():
+    (finding,) = suite.Job(
+        "decode", suite.OnStep(decode_parity, STEP), STEP.case, torch.float32
+    ).run(subject(win=WRITING))
+    assert finding.ok is False
+    assert "slot 'win', decode: it changed argument 3 in place" in finding.detail
+    killers.expect("decode checks", WRITING, "guard of calls")
 
 
 @pytest.mark.slow

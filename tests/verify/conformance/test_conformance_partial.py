@@ -11,7 +11,11 @@ import torch
 from nsa_core.contract import BackendSpec, import_named
 from nsa_core.plan.registry import discover
 from nsa_verify.conformance import BackendConformance
+from nsa_verify.drawn.parser import parse
+from nsa_verify.run import suite
 from semantic.model import FUNCTIONS, healthy_spec
+
+LINE = suite.job_of_line(parse("select l=4 d=2 block=16 n=2 tokens=61 first_query=37"))
 
 
 def suite_of(spec: BackendSpec) -> BackendConformance:
@@ -20,13 +24,11 @@ def suite_of(spec: BackendSpec) -> BackendConformance:
     return made
 
 
-@pytest.mark.slow
 def test_declared_partial_queries_are_judged() -> None:
-    suite_of(healthy_spec()).test_partial_queries_are_correct("select")
+    suite_of(healthy_spec()).test_verify(LINE)
 
 
-@pytest.mark.slow
-def test_wrong_partial_queries_fail_with_their_case() -> None:
+def test_wrong_partial_queries_fail() -> None:
     spec = healthy_spec()
     healthy = import_named(spec.slots["select"].forward)
 
@@ -37,15 +39,13 @@ def test_wrong_partial_queries_fail_with_their_case() -> None:
     path = f"{FUNCTIONS.__name__}:conformance_forward"
     own = dataclasses.replace(spec.slots["select"], forward=path)
     faulty = dataclasses.replace(spec, name="offset_lost", slots={"select": own})
-    with pytest.raises(pytest.fail.Exception, match=r"select, partial:\n  select .* first_query="):
-        suite_of(faulty).test_partial_queries_are_correct("select")
+    with pytest.raises(pytest.fail.Exception, match=r"partial queries, given line:\n  select "):
+        suite_of(faulty).test_verify(LINE)
 
 
 def test_partial_queries_are_skipped_with_the_reason() -> None:
     spec = healthy_spec()
-    own = dataclasses.replace(spec.slots["win"], partial=False)
-    plain = suite_of(dataclasses.replace(spec, slots={**spec.slots, "win": own}))
-    with pytest.raises(pytest.skip.Exception, match="does not declare partial for win"):
-        plain.test_partial_queries_are_correct("win")
-    with pytest.raises(pytest.skip.Exception, match="combine reads no keys"):
-        plain.test_partial_queries_are_correct("combine")
+    own = dataclasses.replace(spec.slots["select"], partial=False)
+    plain = suite_of(dataclasses.replace(spec, slots={**spec.slots, "select": own}))
+    with pytest.raises(pytest.skip.Exception, match="does not"):
+        plain.test_verify(LINE)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pathlib
 import types
 
 import killers
@@ -14,18 +15,22 @@ import pytest
 import torch
 
 from nsa_core import NSAError
+from nsa_core.contract import SLOTS
 from nsa_core.dtypes import dtype_name
 from nsa_core.plan.registry import Registry, default_registry
 from nsa_verify.conformance import BackendConformance
-from nsa_verify.conformance.grid import Point
-from nsa_verify.conformance.slot_under_test import SlotUnderTest, faults
-from nsa_verify.conformance.suite import GRID, STEPS
+from nsa_verify.conformance.points import points_of
+from nsa_verify.drawn.parser import parse
 from nsa_verify.isolation.call_guard import guarded_calls
-from nsa_verify.problems.cases import quick_cases
 from nsa_verify.run import suite
+from semantic.model import FUNCTIONS
 
-POINTS = {point.label: point for point in GRID}
 FAILURES = (pytest.fail.Exception, NSAError)
+SIZES = "l=8 d=4 block=16 n=3 w=24 h=2 groups=2"
+WIN = f"win {SIZES} tokens=61"
+PACKED = f"win {SIZES} documents=0,5,57,1,17,0"
+# The last sequence has a ring that has wrapped around, and three rows of padding.
+STEP = f"decode {SIZES} page_size=32 rows=5 lengths=5,3,40,66 new=5,3,5,2"
 
 
 def job(name: str, case: str) -> suite.Job:
@@ -39,18 +44,21 @@ def job(name: str, case: str) -> suite.Job:
     return matches[0]
 
 
+def line(text: str) -> suite.Job:
+    """Return the verify job of a case, a step or a history."""
+    return suite.job_of_line(parse(text))
+
+
 @pytest.mark.slow  # the default run covers this by the template's own test and by its command
 def test_correct_backend_passes(make_suite) -> None:
     conformance = make_suite("sound")
     conformance.test_backend_loads()
     conformance.test_probe_gives_reasons_on_every_device("win")
-    for point in GRID:
-        conformance.test_accepted_requests_are_correct("win", point)
-    for step in STEPS:
-        conformance.test_accepted_decode_requests_are_correct("win", step)
-    for check in ("operator", "compiled", "strided", "expanded", "two_threads", "grad_modes"):
+    for text in (WIN, PACKED, STEP):
+        conformance.test_verify(line(text))
+    for check in ("operator", "compiled", "two_threads", "grad_modes"):
         conformance.test_kernel("win", check)
-    conformance.test_verify(job("inputs untouched", "S=2w"))
+    conformance.test_verify(job("run to run", "S=2w"))
     conformance.test_verify(job("decode page order", "h=1"))
 
 
@@ -98,10 +106,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faulty_kernel_fails_accepted_requests(make_suite, fault: str) -> None:
     module, *change = FAULTS[fault]
-    with pytest.raises(FAILURES, match="win, float32"):
-        make_suite("faulty-" + fault, {module: change}).test_accepted_requests_are_correct(
-            "win", POINTS["float32"]
-        )
+    with pytest.raises(FAILURES, match="generated win, given line:\n  win "):
+        make_suite("faulty-" + fault, {module: change}).test_verify(line(WIN))
 
 
 STEP_FAULTS = {
@@ -125,30 +131,31 @@ STEP_FAULTS = {
 @pytest.mark.parametrize("fault", STEP_FAULTS)
 def test_faulty_decode_form_fails_accepted_requests(make_suite, fault: str) -> None:
     faulty = make_suite(fault, {"decode": STEP_FAULTS[fault]})
-    with pytest.raises(FAILURES, match="win, step, five rows, pages"):
-        faulty.test_accepted_decode_requests_are_correct(
-            "win", next(s for s in STEPS if s.label == "step, five rows, pages")
-        )
-    killers.expect("conformance", fault, "win, step, five rows, pages")
+    with pytest.raises(FAILURES, match="generated steps, given line:\n  win "):
+        faulty.test_verify(line(STEP))
+    killers.expect("conformance", fault, "generated steps")
 
 
-def test_decode_forms_of_every_slot_are_judged() -> None:
-    """The oracle computes the inputs of select and sel."""
-    conformance = type("Suite", (BackendConformance,), {})()
-    conformance.backend, conformance._device = "sdpa", "cpu"
-    for form in ("cmp", "select", "sel", "win"):
-        for step in (STEPS[0], *STEPS[8:10]):
-            conformance.test_accepted_decode_requests_are_correct(form, step)
+def test_a_slot_that_refuses_a_job_does_not_keep_the_others_from_it(make_suite) -> None:
+    """The decode form of win is judged although the backend has a cmp without one."""
+    faulty = make_suite("two-slots", {"decode": STEP_FAULTS["step-padding"]})
+    entry = faulty.registry.get("two-slots")
+    slots = {"cmp": default_registry().get("sdpa").spec.slots["cmp"], **entry.spec.slots}
+    slots["cmp"] = dataclasses.replace(slots["cmp"], decode=None)
+    spec = dataclasses.replace(entry.spec, slots=slots)
+    type(faulty).registry = default_registry().with_backend(spec)
+    with pytest.raises(FAILURES, match="generated steps, given line:\n  win "):
+        faulty.test_verify(line(STEP))
 
 
-def test_decode_tests_are_skipped_without_decode_forms(make_suite) -> None:
-    line = 'decode="nsa_backend_prefill_only.decode:win",'
-    plain = make_suite("prefill-only", {"plugin": (line, "")})
+def test_decode_forms_alone_are_tested(make_suite) -> None:
+    text = 'decode="nsa_backend_prefill_only.decode:win",'
+    plain = make_suite("prefill-only", {"plugin": (text, "")})
     plain.test_probe_gives_reasons_on_every_device("win")
     with pytest.raises(pytest.skip.Exception, match="declares no decode form"):
-        plain.test_accepted_decode_requests_are_correct("no decode form", STEPS[0])
+        plain.test_decode_workspace("no decode form")
     with pytest.raises(pytest.skip.Exception, match="has no decode form of win"):
-        plain.test_accepted_decode_requests_are_correct("win", STEPS[0])
+        plain.test_verify(line(STEP))
 
 
 class TestThreads:
@@ -173,9 +180,9 @@ def test_attention_across_documents_fails_the_packed_point(make_suite) -> None:
     faulty = make_suite(
         "mixes-documents", {"win": (" & (document[keys.clamp(min=0)] == document[rows])", "")}
     )
-    faulty.test_accepted_requests_are_correct("win", POINTS["packed, one document"])
-    with pytest.raises(FAILURES, match="win, packed"):
-        faulty.test_accepted_requests_are_correct("win", POINTS["packed"])
+    faulty.test_verify(line(f"win {SIZES} documents=61"))
+    with pytest.raises(FAILURES, match="generated win, given line"):
+        faulty.test_verify(line(PACKED))
 
 
 def test_probe_that_accepts_an_unsupported_dtype_is_found(make_suite) -> None:
@@ -185,7 +192,7 @@ def test_probe_that_accepts_an_unsupported_dtype_is_found(make_suite) -> None:
         {"win": ("o, lse = attend(q, k, v, call)", refuses + "o, lse = attend(q, k, v, call)")},
     )
     with pytest.raises(FAILURES, match="no float64"):
-        faulty.test_accepted_requests_are_correct("win", POINTS["float64"])
+        faulty.test_verify(line(f"{WIN} dtype=float64"))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +215,7 @@ def test_faulty_probe_is_found(make_suite, name: str, reasons: str, match: str) 
 @pytest.mark.parametrize(
     ("name", "result", "match"),
     [
-        ("raises", "1 // 0", "bad-rank-raises 0, win, bfloat16 on cpu:\n  its rank raised ZeroDiv"),
+        ("raises", "1 // 0", "bad-rank-raises 0, win, win .* on cpu:\n  its rank raised ZeroDiv"),
         ("float", "2.5", "its rank returned float, not an integer or a Rank"),
         ("random", "__import__('time').perf_counter_ns()", "rank gives different results"),
     ],
@@ -228,15 +235,14 @@ DENSE = "{0} = {0}.as_strided({0}.shape, torch.empty({0}.shape).stride())"
 SHARED = "import time\n    attend.shared = q\n    time.sleep(0.02)\n    q = attend.shared"
 RESULT = "return o.to(q.dtype), lse"
 FAULTY = {
-    "strided": (FIRST_LINE, f"{DENSE.format('q')}\n    {FIRST_LINE}"),
-    "expanded": (FIRST_LINE, f"{DENSE.format('k')}\n    {FIRST_LINE}"),
     "two_threads": (FIRST_LINE, f"{SHARED}\n    {FIRST_LINE}"),
     "grad_modes": (RESULT, "return o.to(q.dtype) + torch.is_inference_mode_enabled(), lse"),
     "operator": (RESULT, f"q.mul_(1.5)\n        {RESULT}"),
 }
+LAYOUTS = {"gaps": "q", "expanded": "k"}  # layout -> the tensor that is read as contiguous
 
 
-@pytest.mark.few_cases("strided", "expanded", "grad_modes", "operator")
+@pytest.mark.few_cases("grad_modes", "operator")
 @pytest.mark.parametrize("check", FAULTY)
 def test_faulty_kernel_fails_its_check(make_suite, check: str) -> None:
     faulty = make_suite("faulty-" + check.replace("_", "-"), {"win": FAULTY[check]})
@@ -246,7 +252,16 @@ def test_faulty_kernel_fails_its_check(make_suite, check: str) -> None:
     killers.expect("conformance", check, f"test_kernel {check}")
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kernel_that_reads_contiguous_memory_fails(make_suite, layout: str) -> None:
+    change = (FIRST_LINE, f"{DENSE.format(LAYOUTS[layout])}\n    {FIRST_LINE}")
+    faulty = make_suite(f"faulty-{layout}", {"win": change})
+    faulty.test_verify(line(f"{WIN} batch=2"))
+    with pytest.raises(FAILURES, match="generated win, given line:\n  win "):
+        faulty.test_verify(line(f"{WIN} batch=2 layout={layout}"))
+    killers.expect("conformance", layout, "generated win")
+
+
 def test_kernel_that_writes_to_its_inputs_fails_verify(make_suite) -> None:
     faulty = make_suite(
         "writes",
@@ -257,8 +272,8 @@ def test_kernel_that_writes_to_its_inputs_fails_verify(make_suite) -> None:
             )
         },
     )
-    with pytest.raises(FAILURES, match="inputs untouched"):
-        faulty.test_verify(job("inputs untouched", "S=2w"))
+    with pytest.raises(FAILURES, match="slot 'win', forward: it changed argument 3 in place"):
+        faulty.test_verify(line(WIN))
 
 
 @pytest.mark.parametrize(
@@ -319,9 +334,39 @@ def test_wrong_decode_workspace_is_found(make_suite, name, size, match) -> None:
         stating.test_decode_workspace("win")
 
 
+PEAKS = {"backward": 4487346, "step": 963356, "compress": 77952}  # bytes of the toys
+FUSED = {
+    "backward": "fused_toy:backward",
+    "step": "toy_forms:step",
+    "compress": "toy_forms:compress",
+}
+
+
+@pytest.mark.parametrize("form", FUSED)
+@pytest.mark.parametrize(
+    ("factor", "match"), [(1, None), (0, "expected .* because a run allocates")]
+)
+def test_wrong_workspace_of_a_fused_form_is_found(form, factor, match, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[1] / "checks"))
+    FUNCTIONS.fused_size = lambda request: factor * PEAKS[form]
+    spec = dataclasses.replace(
+        default_registry().get("sdpa").spec,
+        name="fused",
+        fused={form: FUSED[form]},
+        fused_workspace={form: f"{FUNCTIONS.__name__}:fused_size"},
+    )
+    suite_ = type("Suite", (BackendConformance,), {"registry": Registry().with_backend(spec)})()
+    suite_.backend, suite_._device = "fused", "cpu"
+    found = pytest.raises(pytest.fail.Exception, match=match) if match else contextlib.nullcontext()
+    with guarded_calls(), found:
+        suite_.test_fused_workspace(form)
+
+
 def test_workspace_is_skipped_if_not_stated(make_suite) -> None:
     with pytest.raises(pytest.skip.Exception, match="states no workspace"):
         make_suite("silent").test_kernel("win", "workspace")
+    with pytest.raises(pytest.skip.Exception, match="states no fused_workspace"):
+        make_suite("silent-form").test_fused_workspace("no fused form")
     with pytest.raises(pytest.skip.Exception, match="states no decode_workspace"):
         make_suite("silent-step").test_decode_workspace("win")
 
@@ -340,14 +385,14 @@ WITHOUT_BACKWARD = ("        backward=", "        workspace=None and ")
 
 def test_backend_without_backward_is_judged_on_its_forward(make_suite) -> None:
     forward_only = make_suite("forward-only", {"plugin": WITHOUT_BACKWARD})
-    forward_only.test_accepted_requests_are_correct("win", POINTS["float32"])
+    forward_only.test_verify(line(WIN))
     forward_only.test_kernel("win", "operator")
     faulty = make_suite(
         "forward-faulty",
         {"plugin": WITHOUT_BACKWARD, "win": WIDE_WINDOW},
     )
     with pytest.raises(FAILURES):
-        faulty.test_accepted_requests_are_correct("win", POINTS["float32"])
+        faulty.test_verify(line(WIN))
 
 
 @pytest.mark.slow
@@ -357,9 +402,9 @@ def test_refused_requests_are_skipped_with_the_reason(make_suite) -> None:
         "   return reasons"
     )
     refusing = make_suite("refusing", {"probe": ("return reasons", refuse)})
-    refusing.test_accepted_requests_are_correct("win", POINTS["float32"])
+    refusing.test_verify(line(WIN))
     with pytest.raises(pytest.skip.Exception, match="takes no fp16"):
-        refusing.test_accepted_requests_are_correct("win", POINTS["float16"])
+        refusing.test_verify(line(f"{WIN} dtype=float16"))
     half = dataclasses.replace(job("parity", "S=1"), dtype=torch.float16)
     with pytest.raises(pytest.skip.Exception, match="takes no fp16"):
         refusing.test_verify(half)
@@ -373,7 +418,7 @@ def test_refused_requests_are_skipped_with_the_reason(make_suite) -> None:
         ("no-half", "request.dtype == 'float16'", "float32 bfloat16 float64"),
         (
             "small-wide",
-            "request.dtype == 'float64' and request.n_heads != 64",
+            "request.dtype == 'float64' and request.head_dim < 60",
             "float32 bfloat16 float16 float64",
         ),
         (
@@ -437,45 +482,17 @@ def test_a_plugin_that_does_not_load_is_one_error_of_collection(
         conformance.pytest_generate_tests(types.SimpleNamespace(fixturenames=[]))
 
 
-def test_grid_covers_lengths_and_dtypes() -> None:
-    lengths = {point.case.lengths for point in GRID}
-    assert {(0,), (1,), (7,), (8,), (0, 0)} <= lengths
-    assert {point.dtype for point in GRID} == {"bfloat16", "float16", "float32", "float64"}
-    assert len({point.label for point in GRID}) == len(GRID)
-    assert {case.name for case in quick_cases()} >= {"S=1", "S=2w"}
-
-
-@pytest.mark.slow
-def test_select_without_scores_fails_where_blocks_are_not_forced(
-    monkeypatch,
-) -> None:
-    """Scores do not matter if all candidates, or all n blocks, are forced."""
-    select = pytest.importorskip("nsa_backend_sdpa.select")
-    monkeypatch.setattr(select, "head_sums", lambda scores: torch.zeros_like(scores[..., 0, :]))
-    subject = SlotUnderTest(default_registry().get("sdpa"), "select")
-
-    def passes(point: Point) -> bool:
-        if not subject.probe(point, needs_grad=False).accepted:
-            return False
-        data, inputs = subject.data(point)
-        return not faults("select", point.case, subject.run(point, inputs, None, data), data)
-
-    short = {f"S={length}" for length in (0, 1, 7, 8, 11, 12, 24, 25)}
-    short |= {"B=0", "packed, no token"}
-    passing = {point.label for point in GRID if passes(point)}
-    assert passing == short | {"n*l'>S", "real block sizes"}
-    assert {case.name for case in quick_cases() if passes(Point(case.name, case))} == {
-        "S=w",
-        "S=2w",
-        "S=1",
-        "S<l",
-        "large scores",  # every token has at most n candidates
-    }
+def test_requests_cover_lengths_dtypes_and_pages() -> None:
+    for slot in SLOTS:
+        points = points_of(slot)
+        assert {p.dtype for p in points} == {"bfloat16", "float16", "float32", "float64"}
+        assert {0, 61} <= {p.case.tokens for p in points}
+        assert {0, 1, 5} <= {p.case.batch for p in points}
+        assert {p.step.page_size is None for p in points if p.step} == {True, False}
 
 
 def test_kernel_declared_deterministic_fails_if_its_bits_change(make_suite) -> None:
     random = "return (o * (1 + 2.0**-12 * torch.rand_like(o))).to(q.dtype), lse"
     faulty = make_suite("random-bits", {"win": (RESULT, random)})
-    faulty.test_accepted_requests_are_correct("win", POINTS["bfloat16"])
     with pytest.raises(FAILURES, match="bits differ from the first call of the thread"):
         faulty.test_kernel("win", "two_threads")

@@ -97,7 +97,7 @@ FAULTS = [
         contract.DecodeCall,
         "table",
         "self.sequences.clamp(0, len(table) - 1)",
-        "torch.arange(len(self.starts)).clamp_(max=len(table) - 1)",
+        "self.starts.new_tensor(range(len(self.starts))).clamp_(max=len(table) - 1)",
     ),
     CacheFault(
         "every page is written with the scales of page 0",

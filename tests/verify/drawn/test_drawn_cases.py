@@ -16,7 +16,7 @@ from nsa_core.plan.registry import Registry
 from nsa_verify.drawn.case import SlotCase
 from nsa_verify.drawn.draw import draw
 from nsa_verify.drawn.function_levels import FUNCTIONS
-from nsa_verify.drawn.jobs import count_cases
+from nsa_verify.drawn.jobs import case_edges, count_cases
 from nsa_verify.drawn.judge import judge
 from nsa_verify.drawn.parser import parse
 from nsa_verify.drawn.shrink import ShrinkBudget, shrink
@@ -174,6 +174,16 @@ def refusing(probe: str) -> Combination:
     )
     registry = Registry(()).with_backend(spec).with_backend(picky)
     return Combination({"win": "picky"}, "cpu", registry)
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_calls_without_a_token_a_sequence_or_a_query_are_judged(slot: str) -> None:
+    for case in case_edges(slot):
+        findings = judge(Combination({}), case)
+        assert findings
+        assert all(finding.ok for finding in findings), case
+    for function in FUNCTIONS:
+        assert all(f.ok for f in judge(Combination({}), parse(f"{function} batch=0")))
 
 
 @pytest.mark.slow

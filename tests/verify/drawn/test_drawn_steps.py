@@ -22,7 +22,8 @@ from nsa_verify.drawn.shrink import ShrinkBudget
 from nsa_verify.drawn.step import DecodeStep
 from nsa_verify.judge import selection
 from nsa_verify.problems.combination import Combination
-from nsa_verify.problems.step_data import step_data
+from nsa_verify.problems.findings import Findings
+from nsa_verify.problems.step_data import packed, step_data
 from nsa_verify.problems.step_runs import decode_plan, run_step
 
 AUTO = Combination({}, name="auto")
@@ -256,5 +257,7 @@ def test_blocks_of_a_fused_step_are_judged_by_the_same_rule(
     data = step_data(step, torch.float32, "cpu")
     plan = decode_plan(exchanging(line, count), step, torch.float32)
     (blocks,) = run_step(plan, data, ("cmp", "select"))["select"]
-    finding, _ = judge_composed(step, torch.float32, data, torch.zeros_like(data.q), blocks)
+    p = packed(step, data)
+    composed = (p.pick(torch.zeros_like(data.q)), p.pick(blocks), step.exchanges)
+    finding, _ = judge_composed(Findings("", step.case, torch.float32), p, *composed)
     assert (finding.quantity, finding.ok) == ("blocks", passes)

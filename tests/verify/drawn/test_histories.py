@@ -67,6 +67,12 @@ def test_model_refuses_as_the_cache_documents():
     assert not model.exists(Operation("load", (0, 0)))
 
 
+def test_long_chunks_of_single_sequences_come_in_turn():
+    """The first piece of sequence 0 ends where that of sequence 1 begins."""
+    line = "cache dtype=float64 l=4 d=2 block=4 n=4 init=1 local=1 h=2 batch=2 chunk_rows=4"
+    assert not failures(parse(f"{line} max_step=1 step=5,9 step=12,12"))
+
+
 @pytest.mark.slow
 def test_healthy_cache_passes_in_low_precision():
     for history in histories(3, 8):

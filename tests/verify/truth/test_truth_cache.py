@@ -14,8 +14,9 @@ from nsa_verify.judge.truth_cache import cached, caching
 def test_results_are_cached_by_the_bits_of_their_inputs() -> None:
     count = itertools.count()
 
-    def compute(*inputs: object, name: str = "a") -> int:
-        return cached((name,), inputs, lambda: next(count))
+    @cached
+    def compute(*inputs: object, **named: object) -> int:
+        return next(count)
 
     x = torch.arange(6.0).view(2, 3)
     with caching():
@@ -23,7 +24,13 @@ def test_results_are_cached_by_the_bits_of_their_inputs() -> None:
         assert compute(x.clone(), None) == first
         assert compute(x.t().contiguous().t(), None) == first
         others = [
-            compute(x, None, name="b"),
+            compute(x, name=None),
+            compute(x, other=None),
+            compute((x, None)),
+            compute([], [x, None]),
+            compute({"a": x}),
+            compute({"b": x}),
+            compute({"b": x + 1}),
             compute(x, 1),
             compute(None, x),
             compute(x.double(), None),
@@ -41,20 +48,29 @@ def test_results_are_cached_by_the_bits_of_their_inputs() -> None:
 
 def test_results_are_cached_only_inside_the_block() -> None:
     count = itertools.count()
+    compute = cached(lambda x: next(count))
     x = torch.ones(2)
     with caching():
-        assert cached((), [x], lambda: next(count)) == 0
-    assert cached((), [x], lambda: next(count)) == 1
+        assert compute(x) == compute(x) == 0
+    assert compute(x) == 1
     with caching():
-        assert cached((), [x], lambda: next(count)) == 2
+        assert compute(x) == 2
+
+
+def test_functions_have_results_of_their_own() -> None:
+    with caching():
+        assert cached(max)((1, 2)) == 2
+        assert cached(min)((1, 2)) == 1
 
 
 def test_least_recently_used_result_is_evicted_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(truth_cache, "MAX_BYTES", 3 * 400)
     computed = []
 
-    def compute(name: int) -> None:
-        cached((name,), (), lambda: computed.append(name) or {"grads": (torch.zeros(100),)})
+    @cached
+    def compute(name: int) -> dict[str, tuple[torch.Tensor]]:
+        computed.append(name)
+        return {"grads": (torch.zeros(100),)}
 
     with caching():
         for name in (1, 2, 3, 1, 4, 1, 3, 2):

@@ -19,7 +19,7 @@ from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.tensor import Verdict, gate_rows, heads_first, judge
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import Finding, Findings
-from nsa_verify.problems.step_data import StepData, packed
+from nsa_verify.problems.step_data import PackedStep, StepData, packed
 from nsa_verify.problems.steps import Step
 from nsa_verify.reference import attention
 
@@ -90,16 +90,30 @@ def fused_step(subject: StepUnderTest) -> Iterator[Finding]:
         if new < step.rows:
             yield subject.filled("", "o of padding", o[b, new:], 0)
             yield subject.filled("", "blocks of padding", blocks[b, new:], -1)
-    yield from judge_composed(step, subject.dtype, data, o, blocks)
+    p = packed(step, data)
+    yield from judge_composed(subject, p, p.pick(o), p.pick(blocks), step.exchanges)
 
 
 def judge_composed(
-    step: Step, dtype: torch.dtype, data: StepData, o: torch.Tensor, blocks: torch.Tensor
+    findings: Findings,
+    p: PackedStep,
+    o: torch.Tensor,  # [N, Hq, Dv]
+    blocks: torch.Tensor,  # [N, G, n]
+    exchanges: int,
+    out: torch.Tensor | None = None,
 ) -> Iterator[Finding]:
-    """Judge o [B, m, Hq, Dv] and blocks [B, m, G, n] of a fused step."""
-    findings = Findings("decode fused step", step.case, dtype)
-    p, sizes = packed(step, data), (step.case.config.geometry, step.case.config.softmax_scale)
-    t, selected = p.tensors, p.scatter(blocks)
+    """Judge the gated sum and the blocks of the new tokens of a step.
+
+    Args:
+        findings: Makes the findings.
+        p: The sequences.
+        o: The gated sum; with ``out`` its product with these weights, [N, dim].
+        blocks: The selected blocks.
+        exchanges: As in :func:`nsa_verify.judge.selection.judge_selection`.
+        out: Weights of an output projection [dim, Hq * Dv].
+    """
+    dtype, config = findings.dtype, findings.case.config
+    t, selected, sizes = p.tensors, p.scatter(blocks), (config.geometry, config.softmax_scale)
     options: dict[str, Any] = {"cu_seqlens": p.cu_seqlens, "rows": p.rows}
     cmp_args = (t["q"], t["k_cmp"], t["v_cmp"], *sizes)
     sel_args = (t["q"], t["k_sel"], t["v_sel"], selected, *sizes)
@@ -113,7 +127,7 @@ def judge_composed(
         selected,
         *sizes,
         **options,
-        exchanges=step.exchanges,
+        exchanges=exchanges,
     )
     yield findings.selected("", selection, p.describe(selection.where[:1]))
     golden = oracle.combine(
@@ -137,12 +151,20 @@ def judge_composed(
 
     rounded = golden if dtype == torch.float64 else reference("rounded")[0]
     magnitude, score_noise = reference("magnitude")
-    actual, golden, rounded, magnitude = (
-        heads_first(x[p.rows]) for x in (p.scatter(o), golden, rounded, magnitude)
-    )
+    golden, rounded, magnitude = (x[p.rows] for x in (golden, rounded, magnitude))
+    if out is not None:
+        weight = out.cpu().double()
+        golden, rounded = (x.flatten(-2).double() @ weight.T for x in (golden, rounded))
+        rounded = rounded if dtype == torch.float64 else rounded.to(dtype)
+        magnitude = magnitude.flatten(-2) @ weight.T.abs()
+        if score_noise is not None:
+            score_noise = score_noise.expand(-1, -1, config.v_dim).flatten(-2) @ weight.T.abs()
+        o, golden, rounded, magnitude = (x[:, None] for x in (o, golden, rounded, magnitude))
+        score_noise = None if score_noise is None else score_noise[:, None]
+    actual, golden, rounded, magnitude = map(heads_first, (o, golden, rounded, magnitude))
     score_noise = None if score_noise is None else heads_first(score_noise)
     verdict = judge(actual, golden, rounded, magnitude, dtype, score_noise=score_noise)
-    yield from findings.judged("", {"o": verdict})
+    yield from findings.judged("", {"o" if out is None else "y": verdict})
 
 
 def append_parity(

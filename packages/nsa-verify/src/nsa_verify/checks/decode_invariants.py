@@ -86,15 +86,6 @@ def replayed(subject: StepUnderTest) -> Iterator[Finding]:
     yield from _same_results(subject, [run_step(plan, fresh), again])
 
 
-@step_check("decode inputs untouched")
-def inputs_untouched(subject: StepUnderTest) -> Iterator[Finding]:
-    """Check that no decode form writes to the cache, the queries or the tensors of the call."""
-    data, plan = subject.data, subject.plan()
-    call = {"starts": data.call.starts, "lengths": data.call.lengths, **data.call.tables._asdict()}
-    run = functools.partial(run_step, plan, data)
-    yield from subject.untouched("", {"q": data.q, **data.stores, **call}, run)
-
-
 @step_check("decode dispatch")
 def dispatch(subject: StepUnderTest) -> Iterator[Finding]:
     """Check that the requested decode forms ran, by the dispatch record and by a profile."""

@@ -68,17 +68,18 @@ def judge_step(
         "win": {"q": t["q"], "k": t["k_win"], "v": t["v_win"]},
     }
     if "select" in results:
-        inputs["sel"]["blocks"] = blocks = p.scatter(results["select"][0])
+        inputs["sel"]["blocks"] = blocks = p.scatter(p.pick(results["select"][0]))
     for slot in slots:
         if slot == "select":
-            lse = p.scatter(results["cmp"][1].transpose(1, 2)).T.contiguous()
+            lse = p.scatter(p.pick(results["cmp"][1].transpose(1, 2))).T.contiguous()
             selection = judge_selection(
                 t["q"], t["k_cmp"], lse, blocks, *sizes, **common, exchanges=step.exchanges
             )
             yield findings.selected(slot, selection, p.describe(selection.where[:1]))
             continue
         o, lse = results[slot]
-        outputs = {"o": p.scatter(o), "lse": p.scatter(lse.transpose(1, 2)).T.contiguous()}
+        o, lse = (p.scatter(p.pick(x)) for x in (o, lse.transpose(1, 2)))
+        outputs = {"o": o, "lse": lse.T.contiguous()}
         verdicts = judge_slot(slot, inputs[slot], outputs, *sizes, **common)
         places = {n: p.describe(v.where[1:]) for n, v in verdicts.items() if v.why}
         for name, place in places.items():

@@ -17,7 +17,6 @@ from nsa_verify.checks.slots import judge_run
 from nsa_verify.checks.under_test import CaseUnderTest, case_check
 from nsa_verify.problems.cases import CaseData
 from nsa_verify.problems.findings import Finding
-from nsa_verify.problems.slot_runs import slot_inputs
 
 HUGE = {torch.float16: 6e4}  # finite poison; 1e30 in other dtypes
 
@@ -156,17 +155,6 @@ def run_to_run(subject: CaseUnderTest) -> Iterator[Finding]:
                 yield from subject.equal_runs(slot, [run[slot].outputs for run in runs])
             else:
                 yield subject.not_deterministic(plan, slot)
-
-
-@case_check("inputs untouched")
-def inputs_untouched(subject: CaseUnderTest) -> Iterator[Finding]:
-    """Check that no slot writes to its inputs, forward or backward."""
-    data, plan = subject.data, subject.plan()
-    runs = subject.runs(plan)
-    for slot in SLOTS:
-        inputs, do = slot_inputs(slot, data, runs), None if slot == "select" else data.do
-        run = functools.partial(subject.run, plan, slot, inputs, do)
-        yield from subject.untouched(slot, {**inputs, "do": data.do}, run)
 
 
 @case_check("dispatch")

@@ -1,21 +1,20 @@
-"""Checks of slots against the oracle, and on inputs for which simpler attention is the truth."""
+"""Checks of slots against the oracle."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from nsa_core.contract import SLOTS
-from nsa_core.layout import BlockGeometry
 from nsa_verify import oracle
 from nsa_verify.checks.under_test import CaseUnderTest, case_check
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot
 from nsa_verify.problems.findings import Finding, Findings
-from nsa_verify.problems.slot_runs import SlotRun, slot_inputs
+from nsa_verify.problems.slot_runs import SlotRun
 
 
 @case_check("parity")
@@ -39,75 +38,6 @@ def judge_run(
         return
     call = (slot, run.inputs, run.outputs, config.geometry, config.softmax_scale)
     yield from findings.judged(slot, judge_slot(*call, do=run.do, **options))
-
-
-@case_check("coverage")
-def coverage(subject: CaseUnderTest) -> Iterator[Finding]:
-    """Compare branches that see every key with dense causal attention.
-
-    These are sel with n*l' >= S, win with w >= S, and cmp with l = d = 1.
-    """
-    case, data = subject.case, subject.data
-    length = max(case.lengths, default=0)
-    if length == 0 or case.rows is not None:
-        return
-    blocks = max(3, case.config.geometry.num_select_blocks(length))
-    config = dataclasses.replace(case.config, num_selected_blocks=blocks, window_size=length)
-    runs = subject.runs(subject.plan(config))
-    for slot in ("sel", "win"):
-        yield from _judge_dense(subject, slot, runs[slot], config.geometry, {})
-    single = dataclasses.replace(config, compress_block_size=1, compress_stride=1)
-    inputs = {"q": data.q, "k_cmp": data.k_win, "v_cmp": data.v_win}
-    run = subject.run(subject.plan(single), "cmp", inputs, data.do)
-    yield from _judge_dense(subject, "cmp", run, config.geometry, {"k_cmp": "k", "v_cmp": "v"})
-
-
-def _judge_dense(
-    subject: CaseUnderTest,
-    slot: str,
-    run: SlotRun,
-    geometry: BlockGeometry,
-    rename: Mapping[str, str],
-) -> Iterator[Finding]:
-    """Judge a slot call as win with the window of ``geometry``."""
-    inputs = {rename.get(n, n): t for n, t in run.inputs.items() if n != "blocks"}
-    outputs = {
-        ("d" + rename.get(n[1:], n[1:]) if n.startswith("d") else n): t
-        for n, t in run.outputs.items()
-    }
-    options: dict[str, Any] = {"cu_seqlens": subject.data.cu_seqlens, "do": run.do}
-    scale = subject.case.config.softmax_scale
-    yield from subject.judged(slot, judge_slot("win", inputs, outputs, geometry, scale, **options))
-
-
-@case_check("packed")
-def packed_equals_separate(subject: CaseUnderTest) -> Iterator[Finding]:
-    """Judge each document of a packed call as a dense sequence of its own."""
-    case = subject.case
-    if not case.packed:
-        return
-    runs = subject.runs(subject.plan())
-    token = compressed = 0
-    for length in case.lengths:
-        rows, count = slice(token, token + length), case.config.geometry.num_compressed(length)
-        cmp_rows = slice(compressed, compressed + count)
-        for slot in ("cmp", "select", "sel", "win"):
-            if length:
-                yield from judge_run(subject, slot, _document(runs[slot], rows, cmp_rows), None)
-        token, compressed = token + length, compressed + count
-
-
-def _document(run: SlotRun, rows: slice, cmp_rows: slice) -> SlotRun:
-    """Extract one document of a packed run as a dense batch of one."""
-
-    def cut(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        parts = {n: t[cmp_rows if n.endswith("_cmp") else rows] for n, t in tensors.items()}
-        parts |= {n: t[:, rows] for n, t in tensors.items() if n == "lse"}
-        return {n: t[None] for n, t in parts.items()}
-
-    return SlotRun(
-        cut(run.inputs), cut(run.outputs), None if run.do is None else run.do[None, rows]
-    )
 
 
 @case_check("ties")
@@ -161,23 +91,3 @@ def any_blocks(subject: CaseUnderTest) -> Iterator[Finding]:
         yield from judge_run(
             subject, "sel", subject.run(plan, "sel", inputs, data.do), data.cu_seqlens
         )
-
-
-@case_check("empty rows")
-def empty_rows(subject: CaseUnderTest) -> Iterator[Finding]:
-    """Check rows without a visible key: output exactly 0, LSE -inf, and gradients exactly 0."""
-    case, data = subject.case, subject.data
-    if case.packed or case.tokens == 0 or case.rows is not None:
-        return
-    first = min(case.config.compress_block_size - 1, case.tokens)
-    blocks = data.q.new_full((*data.q.shape[:2], case.config.n_kv_heads, 3), -1, dtype=torch.int32)
-    sel = {"q": data.q, "k": data.k_sel, "v": data.v_sel, "blocks": blocks}
-    plan = subject.plan()
-    for slot, inputs, rows, quantities in (
-        ("cmp", slot_inputs("cmp", data, {}), slice(0, first), ("o", "dq")),
-        ("sel", sel, slice(0, case.tokens), ("o", "dq", "dk", "dv")),
-    ):
-        outputs = subject.run(plan, slot, inputs, data.do).outputs
-        for quantity in quantities:
-            yield subject.filled(slot, quantity, outputs[quantity][:, rows], 0)
-        yield subject.filled(slot, "lse", outputs["lse"][..., rows], -torch.inf)

@@ -56,15 +56,6 @@ class UnderTest(Findings):
         for other, name in itertools.product(others, first):
             yield self.same_bits(slot, name, other[name], first[name])
 
-    def untouched(
-        self, slot: str, tensors: Tensors, run: Callable[[], object]
-    ) -> Iterator[Finding]:
-        """Check that ``run`` does not write to ``tensors``."""
-        before = {name: tensor.clone() for name, tensor in tensors.items()}
-        run()
-        for name, tensor in tensors.items():
-            yield self.same_bits(slot, name, tensor, before[name])
-
     def profiled(self, plan: Plan, slot: str, run: Callable[[], object]) -> Finding:
         """Check that a profile of ``run`` shows an event that the backend declares as evidence."""
         evidence = spec_of(self.combination, plan, slot).slots[slot].evidence

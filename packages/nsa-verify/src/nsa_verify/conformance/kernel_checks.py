@@ -1,4 +1,4 @@
-"""Checks of a kernel under compilation, CUDA graphs, memory layouts, long offsets and threads."""
+"""Checks of a kernel under compilation, CUDA graphs, long offsets, threads and grad modes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from nsa_core.contract import Request, import_named
 from nsa_core.dryrun import call_slot, slot_inputs
 from nsa_core.errors import NSAError
 from nsa_core.torch_ops.slot_op import slot_op
-from nsa_verify.conformance.grid import Point
+from nsa_verify.conformance.points import Point
 from nsa_verify.conformance.slot_under_test import SlotUnderTest, faults
-from nsa_verify.drawn.tensors import laid_out
 from nsa_verify.problems.findings import bits
 from nsa_verify.problems.slot_runs import SlotRun, run_kernel
 
@@ -27,7 +26,7 @@ _UNDIFFERENTIATED = ("blocks", "lse")
 
 
 class KernelChecks:
-    """The checks of one slot at one point of the grid; each yields one line per fault.
+    """The checks of one slot at one point; each yields one line per fault.
 
     Args:
         subject: The slot.
@@ -43,18 +42,12 @@ class KernelChecks:
         self._on_gpu = torch.device(subject.device).type == "cuda"
 
     def _run(self, changed: Mapping[str, torch.Tensor] | None = None) -> SlotRun:
-        """Run the kernel with some inputs, or do, replaced."""
-        changed = dict(changed or {})
-        do = changed.pop("do", self._do)
-        return self._subject.run(self._point, {**self._inputs, **changed}, do, self._data)
+        """Run the kernel with some inputs replaced."""
+        inputs = {**self._inputs, **(changed or {})}
+        return self._subject.run(self._point, inputs, self._do, self._data)
 
-    def _faults(self, run: SlotRun, label: str = "") -> Iterator[str]:
-        for fault in faults(self._subject.slot, self._point.case, run, self._data):
-            yield label + fault
-
-    def correct(self) -> Iterator[str]:
-        """Check that outputs, LSE and gradients are within the limits of the verdict."""
-        yield from self._faults(self._run())
+    def _faults(self, run: SlotRun) -> list[str]:
+        return faults(self._subject.slot, self._point.case, run, self._data)
 
     def operator(self) -> Iterator[str]:
         """Run torch.library.opcheck, which includes the backward under aot_autograd.
@@ -105,36 +98,11 @@ class KernelChecks:
             if not torch.equal(bits(actual), bits(expected)):
                 yield f"result {index} of the replayed graph differs from eager"
 
-    def strided(self) -> Iterator[str]:
-        """Judge inputs with a strided last axis, gaps between rows, or unaligned pointers.
-
-        The gradient of o also has stride 0 in its last axis.
-        """
-        for label, layout in (
-            ("last axis strided", "strided"),
-            ("rows apart", "gaps"),
-            ("pointer off", "offset"),
-        ):
-            tensors = {n: t for n, t in self._inputs.items() if n not in _UNDIFFERENTIATED}
-            tensors |= {"do": self._data.do} if self._grad else {}
-            tensors = {name: laid_out(tensor, layout, name) for name, tensor in tensors.items()}
-            yield from self._faults(self._run(tensors), f"{label}: ")
-        if self._grad:
-            do = self._data.do[..., :1].expand_as(self._data.do)
-            yield from self._faults(self._run({"do": do}), "dO of stride 0: ")
-
-    def expanded(self) -> Iterator[str]:
-        """Judge keys and values that are expanded over the batch with stride 0 (fault row 16)."""
-        if self._subject.slot == "select":
-            return  # its lse belongs to the original keys
-        keys = {n: t[:1].expand_as(t) for n, t in self._inputs.items() if n[0] in "kv"}
-        yield from self._faults(self._run(keys))
-
     def long_offsets(self) -> Iterator[str]:
         """Judge inputs with batch entries more than 2^31 elements apart, in turn (fault row 43)."""
         for name in [n for n in self._inputs if n not in _UNDIFFERENTIATED]:
             run = self._run({name: _far(self._inputs[name])})
-            yield from self._faults(run, f"{name}: ")
+            yield from (f"{name}: {fault}" for fault in self._faults(run))
             del run
             if self._on_gpu:
                 torch.cuda.empty_cache()
@@ -208,15 +176,19 @@ class KernelChecks:
 
 
 def workspace_faults(
-    field: str, path: str, request: Request, run: Callable[[], Any]
+    field: str, path: str, request: Request, run: Callable[[], Any], before: int = 0
 ) -> Iterator[str]:
-    """Check that a stated workspace is within a factor of two of what ``run`` allocates."""
+    """Check that a stated workspace is within a factor of two of what ``run`` allocates.
+
+    ``before`` is the number of bytes beside them that it counts.
+    """
     run()  # libraries keep buffers from their first call on
     with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profile:
         run()
     events = [e for e in profile.kineto_results.events() if e.name() == "[memory]"]
     sizes = [e.nbytes() for e in events if e.device_type().name.lower() == request.device]
-    peak, stated = max(itertools.accumulate(sizes), default=0), import_named(path)(request)
+    peak = before + max(itertools.accumulate(sizes), default=0)
+    stated = import_named(path)(request)
     if type(stated) is not int or not peak <= 2 * stated <= 4 * peak:
         expected = f"expected {peak // 2} to {2 * peak}, because a run allocates {peak}"
         yield f"{field} {path!r} returns {stated!r} bytes; {expected}"

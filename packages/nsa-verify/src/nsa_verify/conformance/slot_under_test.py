@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from nsa_core.contract import Request, SlotSpec
+from nsa_core.contract import DecodeCall, Request, SlotSpec
 from nsa_core.dtypes import stats_dtype
 from nsa_core.plan.candidates import Candidate, probe_candidate
 from nsa_core.plan.loading import BackendEntry
-from nsa_core.torch_ops.decode_kernel import decode_kernel
 from nsa_core.torch_ops.kernel import Kernel
 from nsa_core.torch_ops.schema import DIFFERENTIABLE
 from nsa_core.torch_ops.slot_op import slot_op
 from nsa_verify import oracle
-from nsa_verify.checks.decode_parity import judge_step
 from nsa_verify.checks.slots import judge_run
-from nsa_verify.conformance.grid import Point
+from nsa_verify.conformance.points import Point
 from nsa_verify.problems.cases import Case, CaseData
-from nsa_verify.problems.findings import Finding, Findings
+from nsa_verify.problems.findings import Findings
 from nsa_verify.problems.slot_runs import SlotRun, run_kernel, slot_inputs
-from nsa_verify.problems.step_data import StepData, packed, step_data
-from nsa_verify.problems.step_runs import Results, decode_inputs
-from nsa_verify.problems.steps import Step
+from nsa_verify.problems.step_data import step_data
+from nsa_verify.problems.step_runs import decode_inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,21 +60,19 @@ class SlotUnderTest:
         """Probe the backend with the request of ``point`` on this device."""
         return probe_candidate(self.entry, self.request(point, needs_grad))
 
-    def step_data(self, point: Point) -> tuple[StepData, Results]:
-        """Return the tensors of a step, and the oracle's results of earlier slots."""
+    def step_inputs(self, point: Point) -> tuple[tuple[torch.Tensor, ...], DecodeCall]:
+        """Return the inputs of the decode form on a step, and the arguments of its call.
+
+        An LSE is 0, and every row has the first blocks.
+        """
         assert point.step is not None
         data = step_data(point.step, getattr(torch, point.dtype), self.device)
-        return data, _upstream(self.slot, point.step, data)
-
-    def step_faults(self, point: Point) -> list[str]:
-        """Run the decode form on a step and list its faults."""
-        assert point.step is not None
-        assert self.spec.decode is not None  # the suite tests declared forms only
-        dtype, (data, results) = getattr(torch, point.dtype), self.step_data(point)
-        form = decode_kernel(self.entry.name, self.slot, self.spec.decode)
-        result = form(*decode_inputs(self.slot, data, results), call=data.call)
-        results[self.slot] = (result,) if isinstance(result, torch.Tensor) else tuple(result)
-        return _failures(judge_step(point.step, dtype, data, results, (self.slot,)))
+        (batch, m, heads), config = data.q.shape[:3], point.case.config
+        lse = data.q.new_zeros((batch, heads, m), dtype=stats_dtype(data.q.dtype))
+        blocks = torch.arange(config.num_selected_blocks, dtype=torch.int32, device=self.device)
+        lists = blocks.expand(batch, m, config.n_kv_heads, -1).contiguous()
+        results = {"cmp": (data.q, lse), "select": (lists,)}
+        return decode_inputs(self.slot, data, results), data.call
 
     def kernel(self, point: Point) -> Kernel:
         """Return the kernel that a plan for ``point`` would hold."""
@@ -122,33 +117,7 @@ def inputs_of(slot: str, case: Case, data: CaseData) -> dict[str, torch.Tensor]:
     return slot_inputs(slot, data, {n: SlotRun({}, x, None) for n, x in outputs.items()})
 
 
-def _upstream(slot: str, step: Step, data: StepData) -> Results:
-    """Compute the lse that select receives, or the blocks that sel receives, by the oracle."""
-    if slot not in ("select", "sel"):
-        return {}
-    p, sizes = packed(step, data), (step.case.config.geometry, step.case.config.softmax_scale)
-    q_k = (p.tensors["q"], p.tensors["k_cmp"])
-    truth = oracle.cmp(*q_k, p.tensors["v_cmp"], *sizes, cu_seqlens=p.cu_seqlens, rows=p.rows)
-    assert truth.lse is not None  # cmp has one
-    lse = truth.lse.to(stats_dtype(data.q.dtype))
-    if slot == "select":
-        padded = p.gather(lse.T, -torch.inf).transpose(1, 2).contiguous()
-        return {"cmp": (data.q, padded.to(data.q.device))}
-    blocks = oracle.select(*q_k, lse, *sizes, cu_seqlens=p.cu_seqlens, rows=p.rows)
-    return {"select": (p.gather(blocks, -1).to(data.q.device),)}
-
-
 def faults(slot: str, case: Case, run: SlotRun, data: CaseData) -> list[str]:
     """List the faults of ``run``: one line per output that fails its verdict."""
-    if not data.q.numel():
-        return [
-            f"{n} is {tuple(t.shape)}, not empty"
-            for n, t in run.outputs.items()
-            if n[0] != "d" and t.numel()
-        ]
-    findings = Findings("conformance", case, data.q.dtype)
-    return _failures(judge_run(findings, slot, run, data.cu_seqlens))
-
-
-def _failures(findings: Iterable[Finding]) -> list[str]:
+    findings = judge_run(Findings("conformance", case, data.q.dtype), slot, run, data.cu_seqlens)
     return [f"{f.quantity}: {f.detail}" for f in findings if not f.ok]

@@ -23,20 +23,17 @@ from nsa_core.plan.loading import BackendEntry
 from nsa_core.plan.options import usable_device
 from nsa_core.plan.plugin_calls import FAULTS
 from nsa_core.plan.registry import Registry, default_registry
-from nsa_verify.conformance.grid import MANY_SEQUENCES, TWO_SEQUENCES, Point, grid, step_grid
+from nsa_verify.conformance.fused_workspace import fused_workspace_faults
 from nsa_verify.conformance.kernel_checks import KernelChecks, workspace_faults
+from nsa_verify.conformance.points import MANY_SEQUENCES, TWO_SEQUENCES, Point, points_of
 from nsa_verify.conformance.slot_under_test import SlotUnderTest
-from nsa_verify.drawn.case import PARTIAL_CHECK
-from nsa_verify.drawn.draw import draw
-from nsa_verify.drawn.judge import judge
-from nsa_verify.drawn.partial_levels import PARTIAL_SLOTS
+from nsa_verify.drawn.jobs import OnDrawn
 from nsa_verify.isolation.call_guard import guarded_calls
-from nsa_verify.problems.combination import Combination
-from nsa_verify.problems.step_runs import decode_inputs
+from nsa_verify.problems.combination import Combination, accepted_dtypes
+from nsa_verify.problems.findings import Finding
 from nsa_verify.run import suite
 from nsa_verify.run.contexts import context_of
 
-GRID, STEPS = grid(), step_grid()
 # A probe sees metadata only, so it must handle devices that this machine does not have.
 DEVICES: tuple[tuple[str, tuple[int, int] | None], ...] = (
     ("cpu", None),
@@ -47,14 +44,11 @@ DEVICES: tuple[tuple[str, tuple[int, int] | None], ...] = (
     ("meta", None),
     ("xpu", None),
 )
-CASES_PER_SLOT = 12  # drawn cases in the quick preset
 _CODE = re.compile(r"[a-z][a-z0-9_]*")
 _KERNEL_CHECKS = (
     "operator",
     "compiled",
     "cuda_graph",
-    "strided",
-    "expanded",
     "long_offsets",
     "two_threads",
     "grad_modes",
@@ -84,7 +78,7 @@ class BackendConformance:
     registry: ClassVar[Registry | None] = None
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Parametrize the tests over slots, points of the grid and verify jobs."""
+        """Parametrize the tests over slots and verify jobs."""
         if not isinstance(self.backend, str) or not self.backend:
             raise pytest.UsageError(
                 f"{metafunc.cls} has no backend: set the class attribute backend = 'name'"
@@ -94,10 +88,8 @@ class BackendConformance:
         if "job" in metafunc.fixturenames:
             option = metafunc.config.option
             dtypes = _accepted_dtypes(entry, offered, _device(option))
-            preset = getattr(option, "nsa_preset", "quick")
-            count = CASES_PER_SLOT if preset == "quick" else None
-            todo = suite.jobs(preset, dtypes, text=None, cases_per_slot=count)
-            todo = [job for job in todo if job.name != PARTIAL_CHECK]  # they have their own test
+            todo = suite.jobs(getattr(option, "nsa_preset", "quick"), dtypes, text=None)
+            todo = [job for job in todo if _concerns(job, offered)]
             labels = [f"{job.name}-{job.case.name}-{dtype_name(job.dtype)}" for job in todo]
             metafunc.parametrize("job", todo, ids=labels)
         forms = [s for s in offered if entry.spec and entry.spec.slots[s].decode]
@@ -105,12 +97,13 @@ class BackendConformance:
             ("slot", offered or ["no slot"]),
             ("form", forms or ["no decode form"]),
             ("check", _KERNEL_CHECKS),
+            (
+                "fused",
+                [*entry.spec.fused] if entry.spec and entry.spec.fused else ["no fused form"],
+            ),
         ):
             if fixture in metafunc.fixturenames:
                 metafunc.parametrize(fixture, values)
-        for fixture, points in (("step", STEPS), ("point", GRID)):
-            if fixture in metafunc.fixturenames:
-                metafunc.parametrize(fixture, points, ids=[point.label for point in points])
 
     @pytest.fixture(autouse=True)
     def _set_up(self, pytestconfig: pytest.Config) -> Iterator[None]:
@@ -149,35 +142,20 @@ class BackendConformance:
 
     def test_probe_gives_reasons_on_every_device(self, slot: str) -> None:
         """Probe and rank handle every request, prefill and decode, with the same result twice."""
-        entry, requests = self._entry(), itertools.product((*GRID, *STEPS), DEVICES, (False, True))
-        for point, (device, capability), grad in requests:
-            request = point.request(slot, device, capability, grad)
-            where = f"{entry.title}, {slot}, {point.label} on {device}{capability or ''}"
+        entry = self._entry()
+        options: list[dict[str, bool]] = [{}, {"needs_grad": True}, {"sized": False}]
+        requests = itertools.product(points_of(slot), DEVICES, options)
+        for point, (device, capability), fields in requests:
+            request = point.request(slot, device, capability, **fields)
+            where = f"{entry.title}, {slot}, {point.case.name} on {device}{capability or ''}"
             probed = [probe_candidate(entry, request) for _ in range(2)]
             (first, _), (second, _) = (with_rank(entry, request, one) for one in probed)
             _fail_if(_reason_faults(first.reasons), where)
             if first != second:
                 pytest.fail(f"{where}: probe or rank gives different results for the same request")
 
-    def test_accepted_decode_requests_are_correct(self, form: str, step: Point) -> None:
-        """The decode form is correct on accepted requests; a refused request has reasons."""
-        if form == "no decode form":
-            pytest.skip("the backend declares no decode form")
-        subject = SlotUnderTest(self._entry(), form, self._device)
-        answer = subject.probe(step)
-        _fail_if(_reason_faults(answer.reasons), step.label)
-        if not answer.accepted:
-            pytest.skip(str(answer))
-        _fail_if(subject.step_faults(step), f"{form}, {step.label}")
-
-    def test_accepted_requests_are_correct(self, slot: str, point: Point) -> None:
-        """The kernel is correct on accepted requests; a refused request has reasons."""
-        subject = SlotUnderTest(self._entry(), slot, self._device)
-        checks = KernelChecks(subject, point, _grad(subject, point))
-        _fail_if(list(checks.correct()), f"{slot}, {point.label}")
-
     def test_kernel(self, slot: str, check: str) -> None:
-        """The kernel passes opcheck, compilation, layouts, threads, grad modes and others."""
+        """The kernel passes opcheck, compilation, threads, grad modes and others."""
         subject = SlotUnderTest(self._entry(), slot, self._device)
         if check in ("cuda_graph", "long_offsets") and torch.device(self._device).type != "cuda":
             pytest.skip("needs a CUDA GPU")
@@ -196,40 +174,40 @@ class BackendConformance:
             pytest.skip("the backend states no decode_workspace")
         point = _first_accepted(subject, MANY_SEQUENCES)
         assert subject.spec.decode is not None  # forms are declared ones only
-        data, results = subject.step_data(point)
-        inputs = decode_inputs(form, data, results)
+        inputs, call = subject.step_inputs(point)
         # A call through nsa_core would count what the guard of calls allocates.
-        run = functools.partial(import_named(subject.spec.decode), *inputs, call=data.call)
+        run = functools.partial(import_named(subject.spec.decode), *inputs, call=call)
         faults = [*workspace_faults("decode_workspace", path, subject.request(point), run)]
         _fail_if(faults, f"{form}, {point.dtype}")
 
-    def test_partial_queries_are_correct(self, slot: str) -> None:
-        """Queries that begin inside a sequence give the rows of the whole call, if declared."""
-        subject = SlotUnderTest(self._entry(), slot, self._device)
-        if slot not in PARTIAL_SLOTS:
-            pytest.skip(f"{slot} reads no keys")
-        if not subject.spec.partial:
-            pytest.skip(f"the backend does not declare partial for {slot}")
-        dtypes = _accepted_dtypes(subject.entry, [slot], self._device)
-        drawn = draw(f"partial {slot}", "quick", [dtype_name(d) for d in dtypes])
-        empty = [dataclasses.replace(case, queries=0) for case in drawn[:3]]
-        combination = Combination({slot: subject.entry.name}, self._device, self.registry)
-        findings = [f for case in (*drawn, *empty) for f in judge(combination, case)]
-        failed = [f for f in findings if f.ok is False]
-        _fail_if([f"{f.case} {f.quantity}: {f.detail}" for f in failed], f"{slot}, partial")
-        if not any(f.ok for f in findings):
-            pytest.skip("; ".join(sorted({f.detail for f in findings})))
+    def test_fused_workspace(self, fused: str) -> None:
+        """A stated workspace of a fused form is within a factor of two of a measured one."""
+        entry = self._entry()
+        assert entry.spec is not None  # _entry skips or fails otherwise
+        if (path := entry.spec.fused_workspace.get(fused)) is None:
+            pytest.skip("the backend states no fused_workspace")
+        combination = Combination(
+            dict.fromkeys(entry.spec.slots, entry.name), self._device, self.registry
+        )
+        phase = {"decode": True} if fused != "backward" else {}
+        accepted = accepted_dtypes(combination, _DTYPES, **phase)
+        if not accepted:
+            pytest.skip("the backend refuses the fused form in every dtype")
+        _fail_if([*fused_workspace_faults(combination, fused, path, accepted[0])], fused)
 
     def test_verify(self, job: suite.Job) -> None:
         """The checks of `nsa verify` pass with this backend in every slot that it offers."""
         entry = self._entry()
         assert entry.spec is not None  # _entry skips or fails otherwise
-        offered = entry.spec.slots
-        findings = job.run(
-            Combination(dict.fromkeys(offered, entry.name), self._device, self.registry)
-        )
-        # Ignore slots that other backends fill. A finding without a slot concerns all slots.
-        own = [f for f in findings if f.slot in offered or f.slot not in SLOTS]
+        offered = [*entry.spec.slots]
+        own: list[Finding] = []
+        # A slot that refuses the job must not keep the others from it.
+        for slots in (offered, *([slot] for slot in offered if len(offered) > 1)):
+            combination = Combination(dict.fromkeys(slots, entry.name), self._device, self.registry)
+            # Ignore slots that other backends fill. A finding without a slot concerns all slots.
+            own += [f for f in job.run(combination) if f.slot in slots or f.slot not in SLOTS]
+            if any(f.ok is not None for f in own) and slots is offered:
+                break
         failures = [f"{f.slot} {f.quantity}: {f.detail}" for f in own if f.ok is False]
         _fail_if(failures, f"{job.name}, {job.case.name}")
         if not any(f.ok for f in own):
@@ -275,20 +253,30 @@ def _device(option: Any) -> str:
         raise pytest.UsageError(f"--nsa-device: {error}") from None
 
 
+def _concerns(job: suite.Job, offered: list[str]) -> bool:
+    """Return whether ``job`` judges an offered slot: a drawn case may be one of another slot."""
+    drawn = job.check.drawn if isinstance(job.check, OnDrawn) else None
+    slot = getattr(drawn, "kernel", None) or getattr(drawn, "slot", "")
+    return slot not in SLOTS or slot in offered
+
+
 def _accepted_dtypes(entry: BackendEntry, offered: list[str], device: str) -> list[torch.dtype]:
     """Return the dtypes of the verify jobs: those in which the probe accepts a request.
 
     If it accepts none, the result is every dtype: each job is skipped with the reasons.
     """
     subjects = [SlotUnderTest(entry, slot, device) for slot in offered]
-    accepted = [d for d in _DTYPES if any(_accepts(s, dtype_name(d)) for s in subjects)]
+    accepted = [
+        dtype
+        for dtype in _DTYPES
+        if any(
+            subject.probe(point).accepted
+            for subject in subjects
+            for point in points_of(subject.slot)
+            if point.dtype == dtype_name(dtype)
+        )
+    ]
     return accepted or list(_DTYPES)
-
-
-def _accepts(subject: SlotUnderTest, dtype: str) -> bool:
-    """Return whether the probe accepts a request of the grid in ``dtype``."""
-    points = (dataclasses.replace(point, dtype=dtype) for point in (*GRID, *STEPS))
-    return any(subject.probe(point).accepted for point in points)
 
 
 def _first_accepted(subject: SlotUnderTest, base: Point) -> Point:
@@ -308,10 +296,10 @@ def _grad(subject: SlotUnderTest, point: Point) -> bool:
     answer = subject.probe(point, needs_grad=subject.differentiable)
     if answer.accepted:
         return subject.differentiable
-    _fail_if(_reason_faults(answer.reasons), point.label)
+    _fail_if(_reason_faults(answer.reasons), point.case.name)
     forward = subject.probe(point)
     if not forward.accepted:
-        _fail_if(_reason_faults(forward.reasons), point.label)
+        _fail_if(_reason_faults(forward.reasons), point.case.name)
         pytest.skip(str(forward))
     return False
 

@@ -23,6 +23,11 @@ from nsa_verify.problems.cases import Case
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import Finding
 
+# Calls of a slot that are seldom drawn: without a token, a sequence, a document or a query, and
+# with inputs whose last axis is strided.
+_STRIDED = "tokens=61 batch=2 layout=strided do_layout=strided"
+_CASE_EDGES = ("tokens=0", "batch=0", "documents=0,0", "documents=61", _STRIDED)
+_PARTIAL_EDGES = ("tokens=5 first_query=3 queries=0", "documents=3,5 first_query=3 queries=0")
 # Edges of pages that random histories seldom reach.
 PAGE_EDGES = (
     # Two sequences share a page that the first token of their next compression block is in.
@@ -80,6 +85,13 @@ def _failed_slots(findings: list[Finding]) -> set[str]:
     return {f.slot for f in findings if f.ok is False and NOT_CALLED not in f.detail}
 
 
+def case_edges(slot: str, dtype: str = "float32") -> list[Drawn]:
+    """Return the calls of ``slot`` that are seldom drawn; combine takes whole sequences."""
+    sizes = f"{slot} dtype={dtype} l=8 d=4 block=16 n=3 w=24 h=2 groups=2"
+    edges = _CASE_EDGES + (_PARTIAL_EDGES if slot != "combine" else ())
+    return [parse(f"{sizes} {edge}") for edge in edges]
+
+
 def case_jobs(
     preset: str, dtypes: Sequence[torch.dtype], seed: int, count: int | None, job: _NewJob[_Job]
 ) -> list[_Job]:
@@ -97,17 +109,15 @@ def case_jobs(
     kinds = FUNCTIONS if only_functions else (*FUNCTIONS, *SLOTS, *PARTIAL)
     names = [dtype_name(dtype) for dtype in dtypes]
     budgets = {kind: ShrinkBudget() for kind in (*FUNCTIONS, *SLOTS)}
-    cases = [case for kind in kinds for case in draw(kind, preset, names, seed=seed, count=count)]
-    return [
-        job_of(
-            case,
-            f"{case.kind} {case.seed}" if case.partial else f"case {case.seed}",
-            job,
-            budgets[case.kind],
-            if_declared=True,
-        )
-        for case in cases
+    cases = [
+        (f"{case.kind} {case.seed}" if case.partial else f"case {case.seed}", case)
+        for kind in kinds
+        for case in draw(kind, preset, names, seed=seed, count=count)
     ]
+    if names and count is None and not only_functions:
+        edges = [case for slot in SLOTS for case in case_edges(slot, names[0])]
+        cases += [(f"edge {number}", case) for number, case in enumerate(edges)]
+    return [job_of(x, name, job, budgets[x.kind], if_declared=True) for name, x in cases]
 
 
 def step_jobs(

@@ -212,8 +212,9 @@ class _Source:
             self._block_lists(range(position, position + end - begin), length, size)
             for (begin, end, position), length in zip(case.query_spans, case.lengths)
         ]
-        blocks = torch.cat(lists) if case.packed else torch.stack(lists)
-        return blocks.to(kind)
+        shape = (*self._lead(case.query_rows[1] - case.query_rows[0]), case.groups, case.n)
+        blocks = torch.cat(lists) if lists else torch.empty(0)
+        return blocks.to(kind).view(shape)
 
     def _block_lists(self, positions: range, length: int, size: int) -> torch.Tensor:
         """Return the blocks [rows, G, n] of tokens at ``positions`` of a document, in int64."""

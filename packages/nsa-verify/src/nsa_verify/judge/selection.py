@@ -56,6 +56,7 @@ class SelectionVerdict:
         return self.ok
 
 
+@cached
 def judge_selection(
     q: torch.Tensor,  # [B, S, Hq, Dk], packed [T, Hq, Dk]
     k_cmp: torch.Tensor,  # [B, n_c, G, Dk]
@@ -93,26 +94,6 @@ def judge_selection(
     Raises:
         InvalidInput: S is too long to judge every row; pass sampled ``rows``.
     """
-    tensors = (q, k_cmp, lse, blocks, cu_seqlens, rows, first_query)
-    return cached(
-        ("judge_selection", geometry, scale, exchanges),
-        tensors,
-        lambda: _judge_selection(*tensors, geometry, scale, exchanges),
-    )
-
-
-def _judge_selection(
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    lse: torch.Tensor,
-    blocks: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    rows: Sequence[int] | torch.Tensor | None,
-    first_query: int | None,
-    geometry: BlockGeometry,
-    scale: float,
-    exchanges: float,
-) -> SelectionVerdict:
     expected = (*q.shape[:-2], k_cmp.shape[-2], geometry.num_selected_blocks)
     if tuple(blocks.shape) != expected or blocks.dtype != torch.int32:
         why = (

@@ -34,6 +34,7 @@ def path_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
     )
 
 
+@cached
 def judge_slot(
     slot: str,
     inputs: Mapping[str, torch.Tensor],
@@ -80,28 +81,6 @@ def judge_slot(
         >>> verdicts = judge_slot("win", inputs, outputs, config.geometry, config.softmax_scale)
         >>> assert all(verdicts.values()), verdicts
     """
-    name = ("judge_slot", slot, geometry, scale, tuple(inputs), tuple(outputs), first_query)
-    tensors = (*inputs.values(), *outputs.values(), cu_seqlens, do, rows)
-    return cached(
-        name,
-        tensors,
-        lambda: _judge_slot(
-            slot, inputs, outputs, geometry, scale, cu_seqlens, do, rows, first_query
-        ),
-    )
-
-
-def _judge_slot(
-    slot: str,
-    inputs: Mapping[str, torch.Tensor],
-    outputs: Mapping[str, torch.Tensor],
-    geometry: BlockGeometry,
-    scale: float,
-    cu_seqlens: torch.Tensor | None,
-    do: torch.Tensor | None,
-    rows: Sequence[int] | torch.Tensor | None,
-    first_query: int | None,
-) -> dict[str, Verdict]:
     ordered = {name: inputs[name] for name in _INPUTS[slot]}
     sampled = None if rows is None else torch.as_tensor(rows, dtype=torch.long).unique()
     if do is not None and sampled is not None:
@@ -112,11 +91,7 @@ def _judge_slot(
         arguments += [geometry, scale]
         options |= {"cu_seqlens": cu_seqlens, "rows": sampled, "first_query": first_query}
     dtype = path_dtype([*ordered.values(), *([do] if do is not None else [])])
-    golden, rounded, magnitude = cached(
-        ("truths", slot, dtype, tuple(options)),
-        [*arguments, *options.values()],
-        lambda: _truths(slot, arguments, options, dtype),
-    )
+    golden, rounded, magnitude = _truths(slot, arguments, options, dtype)
     verdicts = {}
     for name, actual in outputs.items():
         like = (
@@ -140,6 +115,7 @@ def _judge_slot(
     return verdicts
 
 
+@cached
 def _truths(
     slot: str, arguments: list[Any], options: dict[str, Any], dtype: torch.dtype
 ) -> tuple[Any, Any, Any]:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 MAX_BYTES = 1 << 30  # of tensors in cached results; the least recently used result is evicted
 
+_Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _active: ContextVar[_Cache | None] = ContextVar("truth_cache", default=None)
 
@@ -58,41 +60,46 @@ def caching() -> Iterator[None]:
         _active.reset(token)
 
 
-@torch.inference_mode()  # dispatches the many small operations of a truth faster
-def cached(name: Sequence[Any], inputs: Sequence[Any], compute: Callable[[], _Result]) -> _Result:
-    """Return ``compute()``, or the cached result of the same computation on the same bits.
+def cached(compute: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Return ``compute``, which returns the cached result of a call on the same bits.
 
-    ``compute`` runs in inference mode.
-
-    Args:
-        name: Name and constants of the computation, compared by their repr.
-        inputs: All other inputs. Tensors are compared by dtype, shape and bits, other values by
-            their repr.
-        compute: Computes the result.
+    It runs in inference mode, which dispatches the many small operations of a truth faster. Tensors
+    among the arguments, also in mappings and sequences, are compared by dtype, shape and bits, and
+    other values by their repr.
     """
-    cache = _active.get()
-    if cache is None:
-        return compute()
-    key = _key([*name, *inputs])
-    if (hit := cache.get(key)) is not None:
-        result: _Result = hit[0]
+
+    @functools.wraps(compute)
+    @torch.inference_mode()
+    def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        cache = _active.get()
+        if cache is None:
+            return compute(*args, **kwargs)
+        digest = hashlib.blake2b()
+        _update(digest, [compute.__module__, compute.__qualname__, args, kwargs])
+        key = digest.digest()
+        if (hit := cache.get(key)) is not None:
+            found: _Result = hit[0]
+            return found
+        result = compute(*args, **kwargs)
+        cache.put(key, result)
         return result
-    result = compute()
-    cache.put(key, result)
-    return result
+
+    return run
 
 
-def _key(values: Sequence[Any]) -> bytes:
-    digest = hashlib.blake2b()
-    for x in values:
-        if not isinstance(x, torch.Tensor):
-            digest.update(f"{x!r};".encode())
-            continue
-        host = x.detach().cpu().contiguous()
+def _update(digest: Any, value: Any) -> None:
+    """Add ``value`` to ``digest``."""
+    if isinstance(value, torch.Tensor):
+        host = value.detach().cpu().contiguous()
         digest.update(f"{host.dtype} {tuple(host.shape)};".encode())
         if host.numel():
             digest.update((ctypes.c_char * host.nbytes).from_address(host.data_ptr()))
-    return digest.digest()
+    elif isinstance(value, (list, tuple, Mapping)):
+        digest.update(f"{len(value)} of;".encode())
+        for item in value.items() if isinstance(value, Mapping) else value:
+            _update(digest, item)
+    else:
+        digest.update(f"{value!r};".encode())
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -8,6 +8,8 @@ a kernel that reads memory outside a sequence returns a visible error.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -133,32 +135,39 @@ class PackedStep:
 
     Attributes:
         tensors: Tensors of the sequences [T, ...]; k_cmp and v_cmp [T // d, ...].
-        cu_seqlens: Document bounds.
-        rows: Packed indices of the new tokens of the step.
-        places: (sequence, row of the step) of each new token.
-        shape: (sequences, rows of the step).
+        lengths: Tokens of each sequence after the step.
+        new: New tokens of each sequence.
     """
 
     tensors: dict[str, torch.Tensor]
-    cu_seqlens: torch.Tensor
-    rows: list[int]
-    places: list[tuple[int, int]]
-    shape: tuple[int, int]
+    lengths: Sequence[int]
+    new: Sequence[int]
 
-    def gather(self, x: torch.Tensor, fill: float) -> torch.Tensor:
-        """Gather the rows of the step from [T, ...] to [B, m, ...], with ``fill`` in padding."""
-        gathered = x.new_full((*self.shape, *x.shape[1:]), fill)
-        if self.rows:
-            sequences, rows = zip(*self.places)
-            gathered[list(sequences), list(rows)] = x[self.rows]
-        return gathered
+    @functools.cached_property
+    def cu_seqlens(self) -> torch.Tensor:
+        """Document bounds."""
+        return torch.tensor([0, *self.lengths]).cumsum(0).int()
+
+    @functools.cached_property
+    def places(self) -> list[tuple[int, int]]:
+        """(sequence, row of the step) of each new token."""
+        return [(b, r) for b, new in enumerate(self.new) for r in range(new)]
+
+    @functools.cached_property
+    def rows(self) -> list[int]:
+        """Packed index of each new token."""
+        ends = self.cu_seqlens[1:].tolist()
+        return [ends[b] - self.new[b] + r for b, r in self.places]
+
+    def pick(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the new tokens of [B, m, ...] on the CPU, [N, ...]."""
+        sequences, rows = zip(*self.places) if self.places else ((), ())
+        return x.cpu()[list(sequences), list(rows)]
 
     def scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """Scatter [B, m, ...] to [T, ...] on the CPU, with zeros outside the step."""
-        scattered = torch.zeros((int(self.cu_seqlens[-1]), *x.shape[2:]), dtype=x.dtype)
-        if self.rows:
-            sequences, rows = zip(*self.places)
-            scattered[self.rows] = x.cpu()[list(sequences), list(rows)]
+        """Scatter the new tokens [N, ...] to [T, ...], with zeros elsewhere."""
+        scattered = torch.zeros((int(self.cu_seqlens[-1]), *x.shape[1:]), dtype=x.dtype)
+        scattered[self.rows] = x
         return scattered
 
     def describe(self, where: tuple[int, ...]) -> str:
@@ -169,7 +178,6 @@ class PackedStep:
 
 def packed(step: Step, data: StepData) -> PackedStep:
     """Concatenate the sequences of ``step`` as packed documents on the CPU."""
-    ends = torch.tensor([0, *step.lengths]).cumsum(0)
     geometry, tensors = step.case.config.geometry, {}
     for name, x in data.dense.items():
         owned = [
@@ -180,10 +188,8 @@ def packed(step: Step, data: StepData) -> PackedStep:
         if name.endswith("_cmp"):  # the contract allocates T // d rows; the tail is never read
             parts.append(
                 parts[0].new_full(
-                    (int(ends[-1]) // geometry.compress_stride - sum(owned), *x.shape[2:]), 0.0
+                    (sum(step.lengths) // geometry.compress_stride - sum(owned), *x.shape[2:]), 0.0
                 )
             )
         tensors[name] = torch.cat(parts)
-    places = [(b, r) for b, new in enumerate(step.new) for r in range(new)]
-    rows = [int(ends[b + 1]) - step.new[b] + r for b, r in places]
-    return PackedStep(tensors, ends.int(), rows, places, (len(step.lengths), step.rows))
+    return PackedStep(tensors, step.lengths, step.new)

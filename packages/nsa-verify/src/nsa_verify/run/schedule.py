@@ -56,12 +56,10 @@ _MILLISECONDS = {
     "ties": (19, 4.6),
     "run to run": (75, 1.5),
     "nan storage": (36, 8.7),
-    "coverage": (35, 5.9),
     "core gradients": (23, 6.5),
     "causality": (30, 1.0),
     "composition": (37, 0.35),
     "dispatch": (37, 1.6),
-    "inputs untouched": (20, 1.6),
     "layer": (300, 0),
     "generated core": (88, 2.1),
     "generated block_attention": (58, 0.28),
@@ -80,7 +78,7 @@ _MILLISECONDS = {
     "cache histories": (77, 20),
     "page histories": (200, 21),
 }
-_FAST = ("empty rows", "core ", "decode fused ", "decode inputs")  # beginnings of names
+_FAST = ("core ", "decode fused ")  # beginnings of names
 
 
 def cost(job: Job) -> float:

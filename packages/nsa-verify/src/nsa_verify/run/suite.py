@@ -111,20 +111,15 @@ class _CheckSize:
 _CHECKS = (
     _CheckSize("parity", checks.parity, 1 << 20, 1 << 20, 1 << 20),
     _CheckSize("ties", checks.ties, 1 << 10, 1 << 13),
-    _CheckSize("packed", checks.packed_equals_separate, 1 << 12, 1 << 13, 0),
     _CheckSize("any blocks", checks.any_blocks, 1 << 10, 1 << 13),
-    _CheckSize("empty rows", checks.empty_rows, 1 << 10, 1 << 13),
     _CheckSize("composition", core.composition, 1 << 13, 1 << 15),
     _CheckSize("core gradients", core.core_gradients, 1 << 9, 1 << 14, dtypes=2),
     _CheckSize("causality", invariants.causality, 1 << 11, 1 << 14, dtypes=2),
-    _CheckSize("coverage", checks.coverage, 1 << 9, 1 << 13, dtypes=2),
     _CheckSize("poison", invariants.finite_poison, 1 << 11, 1 << 14),
     _CheckSize("nan storage", invariants.nan_storage, 1 << 9, 1 << 13, dtypes=2),
-    _CheckSize("inputs untouched", invariants.inputs_untouched, 1 << 9, 1 << 10, dtypes=2),
     _CheckSize("run to run", invariants.run_to_run, 1 << 11, 1 << 14, 0, dtypes=2),
     _CheckSize("core poison", core.finite_poison, 1 << 11, 1 << 14),
     _CheckSize("core nan storage", core.nan_storage, 1 << 9, 1 << 13),
-    _CheckSize("core inputs", core.inputs_untouched, 1 << 9, 1 << 10),
     _CheckSize("core run to run", core.run_to_run, 1 << 11, 1 << 14, 0),
     _CheckSize("dispatch", invariants.dispatch, 1 << 9, 1 << 10, dtypes=2),
 )
@@ -163,9 +158,6 @@ _STEP_CHECKS = (
     _CheckSize("decode run to run", decode_invariants.run_to_run, 1 << 11, 1 << 16, 0),
     _CheckSize("decode page order", decode_invariants.page_order, 1 << 11, 1 << 16, 1 << 8),
     _CheckSize("decode replay", decode_invariants.replayed, 1 << 11, 1 << 16, 1 << 8),
-    _CheckSize(
-        "decode inputs untouched", decode_invariants.inputs_untouched, 1 << 10, 1 << 12, 1 << 8
-    ),
     _CheckSize("decode reads", reads.reads, 1 << 11, 1 << 11, 0),
     _CheckSize("decode dispatch", decode_invariants.dispatch, 1 << 10, 1 << 10, 1 << 8, dtypes=2),
 )

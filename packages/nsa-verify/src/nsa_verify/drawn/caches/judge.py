@@ -1,10 +1,9 @@
 """Check a cache: random histories of a real layer and its NSACache.
 
-Each operation is compared with a model of the sequences: lengths, every key and value that a later
-step may read (bit for bit, because the layer's projections are exact), the tensors that the decode
-forms receive, and their results. In float64, the output is judged against the oracle on the whole
-sequences. If the combination refuses float64, the best backend that accepts it runs; the code of
-the cache is the same.
+Each operation is compared with a model of the sequences: lengths, and every key and value that a
+later step may read (bit for bit, because the layer's projections are exact). The selected blocks
+and the output are judged by the oracle, given these keys and values. If the combination refuses
+float64, the best backend that accepts it runs; the code of the cache is the same.
 """
 
 from __future__ import annotations

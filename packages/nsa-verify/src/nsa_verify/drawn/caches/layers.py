@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nsa_core.config import NSAConfig
+from nsa_core.layer.gating import compute_gates
 from nsa_core.layer.module import NSAttention
 from nsa_core.plan.plan import Plan
 from nsa_verify.drawn.caches.history import LayerHistory
@@ -114,7 +115,8 @@ def _input(token: int, dim: int, seed: int) -> torch.Tensor:
     return torch.randint(-2, 3, (dim,), generator=generator).float()
 
 
-Rows = dict[str, torch.Tensor]  # q, and k_ and v_ of raw, sel, win, cmp: [rows, heads, D]
+# q, gates, and k_ and v_ of raw, sel, win, cmp: [rows, heads, D]
+Rows = dict[str, torch.Tensor]
 
 
 class Projections:
@@ -135,6 +137,7 @@ class Projections:
         x = inputs(tokens, self._attn)[None]
         with torch.no_grad():
             projected, raw = self._attn.project_with_raw(x)
+            gates = compute_gates(self._attn.gate, x)
         pairs: dict[str, Any] = {
             "raw": raw,
             "sel": (projected.k[1], projected.v[1]),
@@ -144,4 +147,4 @@ class Projections:
         rows = {
             f"{x}_{name}": pair[i][0] for name, pair in pairs.items() for i, x in enumerate("kv")
         }
-        return {"q": projected.q[0], **rows}
+        return {"q": projected.q[0], "gates": gates[0], **rows}

@@ -1,210 +1,125 @@
-"""The results of a step: judged at slot boundaries, and in float64 from input to output."""
+"""The results of a step of a cache or of pages: the blocks, and the output given the blocks."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from nsa_verify import oracle
 from nsa_verify.checks.decode_fused import judge_composed
-from nsa_verify.checks.decode_parity import judge_step
-from nsa_verify.drawn.caches import layers
-from nsa_verify.drawn.caches.chunks import ChunkCall, chunk_faults, chunk_of
-from nsa_verify.drawn.caches.contents import Fault, received, received_faults
+from nsa_verify.drawn.caches.contents import Fault, owned, read_rows
+from nsa_verify.drawn.caches.history import LayerHistory
 from nsa_verify.drawn.caches.replay import Called, Done, Replay
 from nsa_verify.drawn.case import EXCHANGES
-from nsa_verify.judge.tensor import judge
-from nsa_verify.problems.cases import Case
-from nsa_verify.problems.step_data import StepData
-from nsa_verify.problems.step_runs import DECODE_SLOTS
-from nsa_verify.problems.steps import Step
+from nsa_verify.problems.step_data import PackedStep
 
-# One call of every decode form, by slot; of a fused step, "step" alone.
-Group = dict[str, Called]
+# (branch, "k" or "v", rows, sequence) -> rows of keys or values [len(rows), G, D] on the CPU
+Read = Callable[[str, str, range, int], torch.Tensor]
 
 
-def judge_output(replay: Replay, done: Done) -> Iterator[Fault]:
-    """Yield the faults of a step.
-
-    The decode forms, or the kernels of a long chunk, must receive the lengths of the model and the
-    rows of a prefill. Their results are judged given the tensors that they received. In float64,
-    the output of the layer is judged against the oracle on the whole sequences, given the selected
-    blocks, which are judged too.
-    """
-    lengths = list(done.before)
-    chunks: list[ChunkCall] = []
-    groups: list[Group] = []
-    rows = [replay.rows.of(sequence.tokens) for sequence in done.model.sequences]
-    for group in _groups(done.calls):
-        call = next(iter(group.values())).call
-        if call is None:
-            last = chunks[-1].sequences[-1] if chunks else -1
-            chunk = chunk_of(group, lengths, done.model.lengths, last)
-            yield from chunk_faults(replay.history, chunk, rows, replay.fused_append)
-            if not chunk.sequences:
-                return
-            for b in chunk.sequences:
-                lengths[b] = chunk.end
-            chunks.append(chunk)
-            continue
-        groups.append(group)
-        spans = list(zip(call.starts.tolist(), call.lengths.tolist()))
-        if [start for start, _ in spans] != lengths:
-            yield Fault("", "lengths of a step", f"it starts at {spans}, expected {lengths}")
-            return
-        lengths = [length for _, length in spans]
-        yield from _group_faults(replay, group, spans, rows)
-    if (groups or chunks) and lengths != done.model.lengths:
-        yield Fault("", "lengths of a step", f"{lengths}, expected {done.model.lengths}")
-        return
-    if replay.history.torch_dtype == torch.float64:
-        yield from _output_faults(replay, done, groups, chunks)
-
-
-def _groups(calls: Sequence[Called]) -> list[Group]:
-    """Return the calls of decode forms and of long chunks, one group per chunk; none in a prefill.
-
-    The calls of a long chunk have no ``call``.
-    """
-    groups: list[Group] = []
-    for called in calls:
-        if called.call is None and called.first_query is None:
-            continue
-        if called.slot in ("cmp", "step"):
-            groups.append({})
-        groups[-1][called.slot] = called
-    return groups
-
-
-def _group_faults(
-    replay: Replay,
-    group: Group,
-    spans: Sequence[tuple[int, int]],
-    rows: Sequence[layers.Rows],
+def result_faults(
+    history: LayerHistory,
+    lengths: Sequence[int],
+    new: Sequence[int],
+    results: dict[str, torch.Tensor],
+    read: Read,
+    out: torch.Tensor | None = None,
 ) -> Iterator[Fault]:
-    """Yield the faults of one call of the decode forms on sequences (start, length)."""
-    config = replay.history.config
-    stores = _stores(group)
-    first = next(iter(group.values()))
-    q, call = first.tensors[0], first.call
-    assert call is not None
-    dense = received(config, q, stores, call, spans)
-    yield from received_faults(config, dense, rows, spans, replay.fused_append)
-    lengths, new = (tuple(length for _, length in spans), tuple(b - a for a, b in spans))
-    case = Case("history", config, (max(lengths),), batch=len(spans))
-    page_size = replay.history.page_size or None
-    step = Step(case, lengths, new, q.shape[1], page_size, exchanges=EXCHANGES)
-    data = StepData(q, q, dense, stores, call)
-    if "step" in group:
-        gates = group["step"].tensors[1]
-        dense["gates"] = torch.zeros((*dense["q"].shape[:-1], 3), dtype=gates.dtype)
-        for b, (start, length) in enumerate(spans):
-            dense["gates"][b, start:length] = gates[b, : length - start].cpu()
-        findings = judge_composed(step, replay.history.torch_dtype, data, *group["step"].results)
-    else:
-        results = {slot: called.results for slot, called in group.items()}
-        slots = ("select",) if replay.history.torch_dtype == torch.float64 else DECODE_SLOTS
-        findings = judge_step(step, replay.history.torch_dtype, data, results, slots)
-    for finding in findings:
+    """Judge the blocks and the output of a step, given the keys and values that it saw.
+
+    Args:
+        history: The history.
+        lengths: Length of each sequence after the step.
+        new: New tokens of each sequence.
+        results: q, gates, blocks and o of the new tokens [N, ...], one sequence after the other.
+        read: Returns the rows that a sequence sees.
+        out: The weights of the output projection, if o is its result.
+    """
+    config, tensors = history.config, dict[str, torch.Tensor]()
+    p = PackedStep(tensors, lengths, new)
+    rest = sum(lengths) // config.compress_stride  # rows of packed k_cmp and v_cmp
+    for name in ("cmp", "sel", "win"):
+        count = config.geometry.num_compressed if name == "cmp" else int
+        for kind in "kv":
+            parts = []
+            for b, length in enumerate(lengths):
+                visible = owned(config, length, length - new[b])[name]
+                seen = read(name, kind, visible, b)
+                part = seen.new_zeros((count(length), *seen.shape[1:]))
+                part[visible.start : visible.stop] = seen
+                parts.append(part)
+            if name == "cmp":
+                parts.append(parts[0].new_zeros((rest - sum(map(len, parts)), *part.shape[1:])))
+            tensors[f"{kind}_{name}"] = torch.cat(parts)
+    q, gates, blocks, o = (results[name].cpu() for name in ("q", "gates", "blocks", "o"))
+    tensors |= {"q": p.scatter(q), "gates": p.scatter(gates)}
+    for finding in judge_composed(history.findings, p, o, blocks, EXCHANGES, out):
         if finding.ok is False:
             yield Fault(finding.slot, f"{finding.quantity} of a step", finding.detail)
 
 
-def _stores(group: Group) -> dict[str, torch.Tensor]:
-    """Return the stores that the decode forms received, by name."""
-    if "step" in group:
-        names = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
-        return dict(zip(names, group["step"].tensors[2:]))
-    branches = itertools.product(("cmp", "sel", "win"), enumerate("kv"))
-    return {f"{kind}_{slot}": group[slot].tensors[1 + i] for slot, (i, kind) in branches}
+def judge_output(replay: Replay, done: Done) -> Iterator[Fault]:
+    """Yield the faults of a step of a cache: of its positions, its blocks and its output.
 
-
-def _output_faults(
-    replay: Replay, done: Done, groups: Sequence[Group], chunks: Sequence[ChunkCall]
-) -> Iterator[Fault]:
-    """Judge the output of the new tokens in float64 against the oracle on whole sequences."""
-    config, attn = replay.history.config, replay.attn
-    active = [b for b, new in enumerate(done.operation.values) if new]
-    if not active:
+    The keys and values are those that the cache holds, in which :func:`content_faults` finds wrong
+    ones. Those of win, of which the ring holds the newest, and the queries are those of a prefill.
+    """
+    new, reached = done.operation.values, list(done.before)
+    blocks: list[list[torch.Tensor]] = [[] for _ in new]
+    last = -1
+    for called in done.calls:
+        for b, row, start, stop in _spans(called, done, reached, last):
+            if start != reached[b]:
+                yield Fault("", "lengths of a step", f"it starts at {start}, not at {reached[b]}")
+                return
+            blocks[b].append(called.blocks[row, : stop - start].cpu())
+            reached[b], last = stop, b
+    if reached != done.model.lengths:
+        yield Fault("", "lengths of a step", f"{reached}, expected {done.model.lengths}")
         return
-    sequences = [done.model.sequences[b].tokens for b in active]
-    ends = torch.tensor([0, *map(len, sequences)]).cumsum(0).int()
-    x = torch.cat([layers.inputs(tokens, attn) for tokens in sequences])
-    state = attn.state_dict()
-    p = oracle.project(state, x, config, cu_seqlens=ends)
-    first = {b: int(ends[i]) for i, b in enumerate(active)}
-    rows = [first[b] + t for b in active for t in range(done.before[b], done.model.lengths[b])]
-    blocks = _blocks(done, groups, chunks, active, first, (len(x), config))
-    options: dict[str, Any] = {"cu_seqlens": ends, "rows": rows}
+    if not any(new):
+        return
+    rows = [replay.rows.of(sequence.tokens) for sequence in done.model.sequences]
 
-    def output(absolute: bool) -> torch.Tensor:
-        """The layer's output, or its magnitude: the sums over absolute values."""
-        (_, v_sel, v_win), v_cmp = p.v, p.v_cmp
-        weight = state["out.weight"].double()
-        if absolute:
-            v_sel, v_win, v_cmp, weight = (t.abs() for t in (v_sel, v_win, v_cmp, weight))
-        sizes = (config.geometry, config.softmax_scale)
-        o = oracle.combine(
-            p.gates,
-            oracle.cmp(p.q, p.k_cmp, v_cmp, *sizes, **options).o,
-            oracle.sel(p.q, p.k[1], v_sel, blocks, *sizes, **options).o,
-            oracle.win(p.q, p.k[2], v_win, *sizes, **options).o,
-        ).o
-        y: torch.Tensor = o[rows].flatten(-2) @ weight.T
-        return y
+    def read(name: str, kind: str, visible: range, b: int) -> torch.Tensor:
+        if name == "win":
+            return rows[b][f"{kind}_win"][visible.start : visible.stop].cpu()
+        pages = getattr(replay.cache.kv.pages, name)
+        return read_rows(getattr(pages, kind), visible, b, pages.table).cpu()
 
-    golden = output(absolute=False)
-    actual = torch.cat([done.y[b, : done.operation.values[b]] for b in active])
-    verdict = judge(
-        actual[None], golden[None], golden[None], output(absolute=True)[None], torch.float64
-    )
-    if not verdict:
-        place = _place(done, active, verdict.where)
-        yield Fault("", "y", f"{verdict.why}{place}")
+    def newest(name: str) -> torch.Tensor:
+        return torch.cat([x[name][before:] for x, before in zip(rows, done.before)])
+
+    results = {
+        "q": newest("q"),
+        "gates": newest("gates"),
+        "blocks": torch.cat([part for parts in blocks for part in parts]),
+        "o": torch.cat([done.y[b, :count] for b, count in enumerate(new)]),
+    }
+    weight = replay.attn.out.weight
+    yield from result_faults(replay.history, reached, new, results, read, weight)
 
 
-def _blocks(
-    done: Done,
-    groups: Sequence[Group],
-    chunks: Sequence[ChunkCall],
-    active: Sequence[int],
-    first: dict[int, int],
-    shape: tuple[int, Any],
-) -> torch.Tensor:
-    """Return the blocks that the layer selected, int32 [T, G, n] of the packed sequences."""
-    total, config = shape
-    blocks = torch.full((total, config.n_kv_heads, config.num_selected_blocks), -1).int()
-    for group in groups:
-        called = group["step" if "step" in group else "select"]
-        assert called.call is not None
-        for b, (start, length) in enumerate(
-            zip(called.call.starts.tolist(), called.call.lengths.tolist())
-        ):
-            if length > start:
-                at = slice(first[b] + start, first[b] + length)
-                blocks[at] = called.results[-1][b, : length - start].cpu()
-    for chunk in chunks:
-        for row, b in enumerate(chunk.sequences):
-            at = slice(first[b] + chunk.start, first[b] + chunk.end)
-            blocks[at] = chunk.calls["select"].results[0][row].cpu()
-    if not groups and not chunks:
-        (selected,) = next(called for called in done.calls if called.slot == "select").results
+def _spans(
+    called: Called, done: Done, reached: Sequence[int], last: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (sequence, row, first token, token behind the last) of the rows of a call of select.
+
+    A long chunk of one sequence does not name it. Sequences come in turn, so it is the next one
+    after ``last``, that of the call before, that ends where the call begins.
+    """
+    rows, lengths = called.q.shape[:2], done.model.lengths
+    if called.call is not None:
+        starts, stops = called.call.starts.tolist(), called.call.lengths.tolist()
+        yield from ((b, b, *span) for b, span in enumerate(zip(starts, stops)))
+    elif (start := called.first_query) is None:  # a prefill
         # A host that has upper bounds only does not know which sequences get no token.
-        rows = active if len(selected) == len(active) else range(len(selected))
-        for row, b in enumerate(rows):
-            if b in first:
-                length = done.model.lengths[b]
-                blocks[first[b] : first[b] + length] = selected[row, :length].cpu()
-    return blocks
-
-
-def _place(done: Done, active: Sequence[int], where: tuple[int, ...]) -> str:
-    """Name the sequence and token of a judged row."""
-    places = [(b, t) for b in active for t in range(done.before[b], done.model.lengths[b])]
-    if len(where) < 2 or where[1] >= len(places):
-        return ""
-    b, t = places[where[1]]
-    return f" (token {t} of sequence {b})"
+        active = [b for b, count in enumerate(done.operation.values) if count]
+        sequences = active if rows[0] == len(active) else range(rows[0])
+        yield from ((b, row, 0, lengths[b]) for row, b in enumerate(sequences))
+    elif rows[0] == len(reached):
+        yield from ((b, b, start, start + rows[1]) for b in range(rows[0]))
+    else:
+        turn = sorted(range(len(reached)), key=lambda b: (b <= last, b))
+        fitting = [b for b in turn if reached[b] == start and start < lengths[b]]
+        yield from ((b, 0, start, start + rows[1]) for b in fitting[:1])

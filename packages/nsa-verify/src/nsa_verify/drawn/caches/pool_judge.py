@@ -15,26 +15,21 @@ from unittest import mock
 
 import torch
 
-from nsa_core.contract import DecodeCall
 from nsa_core.decode import api, chunks, run
 from nsa_core.decode.pages import LayerPages
 from nsa_core.errors import InvalidInput, NSAError, Unsupported
 from nsa_core.layer.gating import compute_gates
 from nsa_core.plan.plan import Plan
-from nsa_verify.checks.decode_fused import judge_composed
 from nsa_verify.drawn.caches import layers
 from nsa_verify.drawn.caches.contents import Fault, owned, row_faults
 from nsa_verify.drawn.caches.history import Operation, PoolHistory
 from nsa_verify.drawn.caches.judge import planned
 from nsa_verify.drawn.caches.model import Model
+from nsa_verify.drawn.caches.outputs import result_faults
 from nsa_verify.drawn.caches.pools import Pool
 from nsa_verify.drawn.caches.replay import Called, recorded
-from nsa_verify.drawn.case import EXCHANGES
-from nsa_verify.problems.cases import Case
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import Finding
-from nsa_verify.problems.step_data import StepData
-from nsa_verify.problems.steps import Step
 
 Plans = tuple[Plan, Plan | None, str]
 
@@ -167,9 +162,7 @@ class _Owner:
             yield Fault("", "o of padding", "not 0")
         yield from self._content_faults(pages, first)
         if self._calls:
-            sizes = (history.config.geometry, history.config.softmax_scale)
-            call = DecodeCall(*sizes, rows.starts, rows.lengths, pages.tables, history.max_len)
-            yield from self._output_faults(new, pages, o, gates, call)
+            yield from self._output_faults(new, pages, o, gates)
         self._trim()
 
     def _short_chunks(self) -> ExitStack:
@@ -228,45 +221,18 @@ class _Owner:
                     yield Fault("", f"{kind}_{name}", "a row was written that nobody owns")
 
     def _output_faults(
-        self,
-        new: Sequence[int],
-        pages: LayerPages,
-        o: torch.Tensor,
-        gates: torch.Tensor,
-        call: DecodeCall,
+        self, new: Sequence[int], pages: LayerPages, o: torch.Tensor, gates: torch.Tensor
     ) -> Iterator[Fault]:
         """Judge the output of a step, and the blocks that it selected."""
-        history, lengths, most = self._history, self._model.lengths, max(new)
-        config = history.config
-        selected = [x for x in self._calls if x.slot in ("step", "select")]  # rows in their order
-        q = torch.cat([x.tensors[0].flatten(0, 1) for x in selected])
-        case = Case("history", config, (max(lengths),), batch=len(new))
-        step = Step(case, tuple(lengths), tuple(new), most, history.page_size, exchanges=EXCHANGES)
-        ends = torch.tensor([0, *new]).cumsum(0).tolist()
+        count = sum(new)
+        results = {
+            "q": torch.cat([x.q.flatten(0, 1) for x in self._calls])[:count],  # in order
+            "gates": gates[:count],
+            "blocks": torch.cat([x.blocks.flatten(0, 1) for x in self._calls])[:count],
+            "o": o[:count],
+        }
 
-        def padded(x: torch.Tensor) -> torch.Tensor:
-            rows = x.new_zeros((len(new), most, *x.shape[1:]))
-            for b, count in enumerate(new):
-                rows[b, :count] = x[ends[b] : ends[b + 1]]
-            return rows
+        def read(name: str, kind: str, rows: range, b: int) -> torch.Tensor:
+            return self._pools[name].read(kind, rows, b, getattr(pages, name).table)
 
-        blocks = padded(torch.cat([x.results[-1].flatten(0, 1) for x in selected]))
-        dense: dict[str, Any] = {}
-        for name, x in (("q", q), ("gates", gates)):
-            dense[name] = torch.zeros((len(new), max(lengths), *x.shape[1:]), dtype=x.dtype)
-            for b, (length, count) in enumerate(zip(lengths, new)):
-                dense[name][b, length - count : length] = x[ends[b] : ends[b + 1]].cpu()
-        for name in ("cmp", "sel", "win"):
-            pool, part, total = self._pools[name], getattr(pages, name), max(lengths)
-            total = config.geometry.num_compressed(total) if name == "cmp" else total
-            for kind in "kv":
-                shape = (len(new), total, *getattr(part, kind).shape[2:])
-                rows = torch.zeros(shape, dtype=history.torch_dtype)
-                for b, (length, count) in enumerate(zip(lengths, new)):
-                    visible = owned(config, length, length - count)[name]
-                    rows[b, visible.start : visible.stop] = pool.read(kind, visible, b, part.table)
-                dense[f"{kind}_{name}"] = rows
-        data = StepData(dense["q"], dense["gates"], dense, {}, call)
-        for finding in judge_composed(step, history.torch_dtype, data, padded(o), blocks):
-            if finding.ok is False:
-                yield Fault(finding.slot, f"{finding.quantity} of a step", finding.detail)
+        yield from result_faults(self._history, self._model.lengths, new, results, read)

@@ -24,21 +24,19 @@ if TYPE_CHECKING:
 
 
 class Called(NamedTuple):
-    """One call of a slot during an operation.
+    """One call of select, or of a fused step, during an operation.
 
     Attributes:
-        slot: The slot, or "step" of a fused step.
-        tensors: Its inputs.
+        q: Its queries.
+        blocks: The selected blocks.
         call: Its arguments, with the lengths of that time; None in a prefill and a long chunk.
-        results: Its results.
         first_query: Position of the first row of q in a long chunk, in the given keys; else None.
     """
 
-    slot: str
-    tensors: tuple[torch.Tensor, ...]
+    q: torch.Tensor
+    blocks: torch.Tensor
     call: DecodeCall | None
-    results: tuple[torch.Tensor, ...]
-    first_query: int | None = None
+    first_query: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Done:
         before: Length of each sequence before it.
         model: The sequences after it.
         y: The layer's output [B, rows, dim].
-        calls: The calls of the slots.
+        calls: The calls that selected blocks.
     """
 
     operation: Operation
@@ -90,19 +88,21 @@ class Plans:
 
 
 def recorded(plan: Plan, calls: list[Called]) -> Plan:
-    """Return ``plan`` with kernels that append each of their calls to ``calls``."""
+    """Return ``plan`` with kernels that append each selection of blocks to ``calls``.
+
+    The kernels of the other slots are wrapped too: kernels alone would run in one operator.
+    """
 
     def wrap(slot: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*tensors: Any, **options: Any) -> Any:
-            result = kernel(*tensors, **options)
-            results = (result,) if isinstance(result, torch.Tensor) else tuple(result)
-            call = options.get("call")
-            if call is not None:  # the next step changes its tensors in place
-                changing = {n: getattr(call, n).clone() for n in ("starts", "lengths")}
-                call = dataclasses.replace(call, **changing)
-                if slot in ("win", "step"):  # the next chunk overwrites the ring
-                    tensors = (*tensors[:-2], *(ring.clone() for ring in tensors[-2:]))
-            calls.append(Called(slot, tensors, call, results, options.get("first_query")))
+        def run(q: torch.Tensor, *tensors: torch.Tensor, **options: Any) -> Any:
+            result = kernel(q, *tensors, **options)
+            if slot in ("select", "step"):
+                call = options.get("call")
+                if call is not None:  # the next step changes its tensors in place
+                    changing = {n: getattr(call, n).clone() for n in ("starts", "lengths")}
+                    call = dataclasses.replace(call, **changing)
+                blocks = result if slot == "select" else result[1]
+                calls.append(Called(q, blocks, call, options.get("first_query")))
             return result
 
         return run
