@@ -1,14 +1,15 @@
-"""Checks of slots against the oracle."""
+"""Checks of slots against the oracle, and of branches that see every key against win."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from nsa_core.contract import SLOTS
+from nsa_core.layout import BlockGeometry
 from nsa_verify import oracle
 from nsa_verify.checks.under_test import CaseUnderTest, case_check
 from nsa_verify.judge.selection import judge_selection
@@ -38,6 +39,45 @@ def judge_run(
         return
     call = (slot, run.inputs, run.outputs, config.geometry, config.softmax_scale)
     yield from findings.judged(slot, judge_slot(*call, do=run.do, **options))
+
+
+@case_check("coverage")
+def coverage(subject: CaseUnderTest) -> Iterator[Finding]:
+    """Compare branches that see every key with dense causal attention.
+
+    These are sel with n*l' >= S, win with w >= S, and cmp with l = d = 1.
+    """
+    case, data = subject.case, subject.data
+    length = max(case.lengths, default=0)
+    if length == 0 or case.rows is not None:
+        return
+    blocks = max(3, case.config.geometry.num_select_blocks(length))
+    config = dataclasses.replace(case.config, num_selected_blocks=blocks, window_size=length)
+    runs = subject.runs(subject.plan(config))
+    for slot in ("sel", "win"):
+        yield from _judge_dense(subject, slot, runs[slot], config.geometry, {})
+    single = dataclasses.replace(config, compress_block_size=1, compress_stride=1)
+    inputs = {"q": data.q, "k_cmp": data.k_win, "v_cmp": data.v_win}
+    run = subject.run(subject.plan(single), "cmp", inputs, data.do)
+    yield from _judge_dense(subject, "cmp", run, config.geometry, {"k_cmp": "k", "v_cmp": "v"})
+
+
+def _judge_dense(
+    subject: CaseUnderTest,
+    slot: str,
+    run: SlotRun,
+    geometry: BlockGeometry,
+    rename: Mapping[str, str],
+) -> Iterator[Finding]:
+    """Judge a slot call as win with the window of ``geometry``."""
+    inputs = {rename.get(n, n): t for n, t in run.inputs.items() if n != "blocks"}
+    outputs = {
+        ("d" + rename.get(n[1:], n[1:]) if n.startswith("d") else n): t
+        for n, t in run.outputs.items()
+    }
+    options: dict[str, Any] = {"cu_seqlens": subject.data.cu_seqlens, "do": run.do}
+    scale = subject.case.config.softmax_scale
+    yield from subject.judged(slot, judge_slot("win", inputs, outputs, geometry, scale, **options))
 
 
 @case_check("ties")

@@ -56,6 +56,7 @@ _MILLISECONDS = {
     "ties": (19, 4.6),
     "run to run": (75, 1.5),
     "nan storage": (36, 8.7),
+    "coverage": (35, 5.9),
     "core gradients": (23, 6.5),
     "causality": (30, 1.0),
     "composition": (37, 0.35),

@@ -115,6 +115,7 @@ _CHECKS = (
     _CheckSize("composition", core.composition, 1 << 13, 1 << 15),
     _CheckSize("core gradients", core.core_gradients, 1 << 9, 1 << 14, dtypes=2),
     _CheckSize("causality", invariants.causality, 1 << 11, 1 << 14, dtypes=2),
+    _CheckSize("coverage", checks.coverage, 1 << 9, 1 << 13, dtypes=2),
     _CheckSize("poison", invariants.finite_poison, 1 << 11, 1 << 14),
     _CheckSize("nan storage", invariants.nan_storage, 1 << 9, 1 << 13, dtypes=2),
     _CheckSize("run to run", invariants.run_to_run, 1 << 11, 1 << 14, 0, dtypes=2),
