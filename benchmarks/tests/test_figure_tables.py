@@ -22,8 +22,8 @@ def results(tmp_path):
     """A copy of the results folder with the files of training."""
     folder = tmp_path / "copy" / "h100"
     folder.mkdir(parents=True)
-    for name in ("train.json", "train_memory.json"):
-        shutil.copy(ROOT / "benchmarks" / "results" / "h100" / name, folder)
+    for name in ("h200/train.json", "h100/train_memory.json"):
+        shutil.copy(ROOT / "benchmarks" / "results" / name, folder)
     return folder.parent
 
 
@@ -63,7 +63,7 @@ def test_the_serving_tables_have_the_cells_that_ran(tmp_path):
 
 
 def test_the_a100_table_has_the_fastest_of_each_kind(tmp_path):
-    source = ROOT / "benchmarks" / "results" / "h100_as_sm80" / "a100_core_64_4_128.json"
+    source = ROOT / "benchmarks" / "results" / "h200_as_sm80" / "a100_core_64_4_128.json"
     document = json.loads(source.read_text())
     (own,) = (
         m
@@ -89,7 +89,7 @@ def test_the_decode_steps_are_compared_with_the_same_gpu(tmp_path):
     for name in ("h100", "h200", "h200_as_sm80"):
         (results / name).mkdir(parents=True)
     assert shown() == "not measured yet"
-    source = ROOT / "benchmarks" / "results" / "h100" / "decode.json"
+    source = ROOT / "benchmarks" / "results" / "h200" / "decode.json"
     document = json.loads(source.read_text())
     (results / "h100" / "decode.json").write_text(json.dumps(document))
     (results / "h200_as_sm80" / "a100_decode.json").write_text(json.dumps(document))
@@ -124,7 +124,7 @@ def test_the_speed_up_of_blocks_is_a_range_over_block_sizes(tmp_path):
 def test_the_table_of_shapes_takes_the_fastest_dense_kernel(tmp_path):
     folder = tmp_path / "results" / "h100"
     folder.mkdir(parents=True)
-    document = json.loads((ROOT / "benchmarks/results/h100/backends_32_8_128.json").read_text())
+    document = json.loads((ROOT / "benchmarks/results/h200/backends_32_8_128.json").read_text())
     document["measurements"] = [
         m
         for m in document["measurements"]
@@ -142,7 +142,8 @@ def test_the_table_of_shapes_takes_the_fastest_dense_kernel(tmp_path):
     assert (heads, length) == ("32/8/128", "16k")
     assert float(nsa) == pytest.approx(own, rel=0.01)
     assert float(dense) == pytest.approx(fastest, rel=0.01)
-    assert times[{"cuDNN": "dense cudnn", "FlashAttention-2": "dense flash"}[kernel]] == fastest
+    assert kernel == "FlashAttention-4"
+    assert times["dense flash-attn 4"] == fastest
     assert speed_up == f"{fastest / own:.1f}x"
 
 
@@ -306,11 +307,12 @@ def test_a_training_on_another_gpu_is_shown(tmp_path):
     name = "hf-minimax"
     results = figures.Results(tmp_path / "h200")
     assert figures.TABLES[name](results) == "not measured yet"
-    (tmp_path / "h100").mkdir()
-    shutil.copy(ROOT / "benchmarks/results/h100/hf_minimax.json", tmp_path / "h100")
+    (tmp_path / "a40").mkdir()
+    document = json.loads((ROOT / "benchmarks/results/h200/hf_minimax.json").read_text())
+    document["machine"]["device"] = "NVIDIA A40"
+    (tmp_path / "a40" / "hf_minimax.json").write_text(json.dumps(document))
     value = figures.TABLES[name](results)
-    assert value.endswith("on one H100 80GB")
-    document = json.loads((tmp_path / "h100" / "hf_minimax.json").read_text())
+    assert value.endswith("on one A40")
     words = {"nsa_blocks": ' for "nsa_blocks",', "control": ' for another run of "eager" whose'}
     for training, text in (words | {"nsa_blocks_replayed": " for .* with the choices"}).items():
         assert re.search(f"{document[training]['largest_difference']:.1e}{text}", value)

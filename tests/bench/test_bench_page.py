@@ -16,7 +16,7 @@ from nsa_bench.render.summary import summary
 from nsa_bench.render.tables import tables
 from nsa_bench.result import Result, read_result
 
-RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h100"
+RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200"
 DATA = pathlib.Path(__file__).with_name("data")  # a result of three shapes with missing times
 NASTY = "<img src=x onerror=alert(1)></script><script>alert(2)</script>&\"'"
 

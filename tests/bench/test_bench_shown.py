@@ -18,7 +18,7 @@ from nsa_bench.result import EAGER, Result, read_result
 from nsa_bench.roofline import PARTS
 from nsa_core.errors import BackendUnavailable
 
-RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h100"
+RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200"
 DATA = pathlib.Path(__file__).with_name("data")  # a result of three shapes with missing times
 PNG = b"\x89PNG"
 
@@ -339,7 +339,7 @@ def test_headlines_state_the_range_of_crossovers_and_the_best_ratio():
     assert backward.startswith("Backward: ")
     assert both.startswith("Forward and backward: ")
     first, *_, last = words.headlines(read_result(RESULTS / "decode.json"))
-    times = r"a step of NSA auto takes 0\.4\d\d ms, 3\.\d\d times as fast as dense"
+    times = r"a step of NSA auto takes 0\.3\d\d ms, 3\.\d\d times as fast as dense"
     assert re.search(times, first)
     assert "1 sequence of 2k tokens (8/2/32)" in last
     assert re.search(r"2\.\d\d times the time of dense attention", last)
