@@ -12,6 +12,8 @@ import figure_recipes
 import figures
 import pytest
 
+from nsa_bench.result import read_result
+
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY_VALUES = [f"row-13-{name}" for name in ("peak-2k", "peak-16", "largest", "slope")]
 POINT = ("nsa", 2048, 1)  # attention, tokens, batch
@@ -33,7 +35,7 @@ def rows_of(results, name):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-@pytest.mark.parametrize("name", ["a100", "shapes", "serving-steps", "serving-prompts"])
+@pytest.mark.parametrize("name", ["a100", "shapes", "sel-rivals", "serving-steps", "counters"])
 def test_a_table_without_its_files_says_so(tmp_path, name):
     ((state, *others),) = rows_of(tmp_path / "results" / "h100", name)
     assert state == "not measured yet"
@@ -173,7 +175,7 @@ def test_the_table_of_use_has_the_ranges_over_head_counts(published):
     assert list(before) == ["2k", "8k", "16k", "32k", "64k", "128k"]
     own, dense = next(
         pair
-        for pair in figure_recipes.pairs([published / "core_12_2_64.json"])
+        for pair in figure_recipes.pairs([read_result(published / "core_12_2_64.json")])
         if pair[0].length == 65536
     )
     cell = {"phase": "both", "inputs": "random", "length": 65536, "subject": "auto"}
@@ -217,7 +219,7 @@ def test_the_recipes_scale_with_groups_and_layers(published):
 
 def test_the_recipes_are_checked_by_measured_cells(published):
     results = figures.Results(published)
-    ((own, _),) = figure_recipes.pairs([published / "shapes_128k.json"])
+    ((own, _),) = figure_recipes.pairs([read_result(published / "shapes_128k.json")])
     times = [figure_recipes.nsa_ms(results, 1, own.length), own.performance.median_ms]
     value = figures.TABLES["recipe-check"](results)
     assert [float(n) for n in re.findall(r"([\d.]+) ms", value)] == pytest.approx(times, rel=0.01)
