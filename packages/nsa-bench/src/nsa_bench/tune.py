@@ -12,7 +12,7 @@ from nsa_bench import isolation
 from nsa_bench.child_call import in_child, not_here
 from nsa_bench.clocks import clock_for
 from nsa_bench.environment import device_name
-from nsa_bench.gate import NOT_CORRECT, failures_of, gate_case, gate_of
+from nsa_bench.gate import NOT_CORRECT, failures_of, gate_case, gate_of, judge_plan
 from nsa_bench.limits import Limits, lacks_memory
 from nsa_bench.result import Gate
 from nsa_bench.roofline import part_costs
@@ -113,7 +113,8 @@ def tune(
 
 def _gate(candidate: TuneCandidate, case: Case) -> Gate:
     """Judge a candidate, in a child process if it is isolated."""
-    judge = functools.partial(candidate.judge, case)
+    target = (case, candidate.dtype, candidate.device, candidate.use == "training")
+    judge = functools.partial(judge_plan, candidate.plan, *target)
     run = functools.partial(failures_of, judge)
     if candidate.isolated:
         limits = (candidate.device, float("inf"))

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import torch
 
 from nsa_bench.cells import kernel_workload
-from nsa_bench.gate import judge_plan
 from nsa_bench.inputs import Inputs, make_inputs
 from nsa_bench.timing import Workload
 from nsa_core.config import NSAConfig
@@ -17,7 +16,6 @@ from nsa_core.plan.candidates import find_candidates
 from nsa_core.plan.options import PlanOptions
 from nsa_core.plan.plan import Plan, resolve
 from nsa_core.plan.registry import Registry
-from nsa_verify.problems.cases import Case
 
 PHASES = {"inference": "forward", "training": "both"}
 _ENDS = ("probe_ended", "probe_too_slow", "rank_ended", "rank_too_slow")  # codes of reasons
@@ -71,11 +69,6 @@ class TuneCandidate:
             }
         backends = others | {self.slot: self.backend}
         return resolve(config, options, registry=self.registry, backends=backends)
-
-    def judge(self, case: Case) -> list[str]:
-        """Judge the candidate on ``case``; return one line per tensor that fails."""
-        plan, gradients = self.plan(case.config), self.use == "training"
-        return judge_plan(plan, case, self.dtype, self.device, gradients)
 
     def inputs(self, length: int, seed: int) -> Inputs:
         """Return random inputs of one sequence of ``length`` tokens."""
