@@ -131,8 +131,8 @@ def selected(
         k_cmp: [1, n_c, G, Dk]
         blocks: int32 [1, S, G, n]
     """
-    x = model.to(device).activations(bytemodel.byte_tokens(text, 1, seq_len, device))
-    q, k_cmp, v_cmp = (t.to(dtype) for t in (x.q, x.k[0], x.v[0]))
+    x, _ = model.to(device).activations(bytemodel.byte_tokens(text, 1, seq_len, device))
+    q, k_cmp, v_cmp = (t.to(dtype) for t in (x.q, x.k_cmp, x.v_cmp))
     plan = resolve(model.config, device=device, dtype=dtype, backends="sdpa")
     _, lse = plan.cmp(q, k_cmp, v_cmp)
     return q, k_cmp, plan.select(q, k_cmp, lse)
