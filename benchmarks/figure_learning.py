@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from figure_pieces import nearest
 from figure_tables import PENDING, Results, short_device, table, tokens
 
 sys.path.insert(0, str(Path(__file__).with_name("study")))
@@ -41,8 +40,8 @@ def _from_file(file: str) -> Callable[[Callable[[Any], str]], Callable[[Results]
     def decorate(compute: Callable[[Any], str]) -> Callable[[Results], str]:
         @functools.wraps(compute)
         def value(results: Results) -> str:
-            path = nearest(results.folder, file)
-            return compute(json.loads(path.read_text())) if path else PENDING
+            document = results.document(file)
+            return PENDING if document is None else compute(document)
 
         return value
 

@@ -5,7 +5,6 @@ Their result files come from scaling.py and from parallel_training.py.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,12 @@ SPEED_COLUMNS = ("training on", "s per step", "tokens per s", "speed-up", "memor
 Row = dict[str, Any]
 
 
-def rows_of_times(folder: Path) -> list[list[str]]:
-    """Return the rows of the table, the fastest division of each number of GPUs.
-
-    Without a result file, one row says so.
-    """
-    document = document_of(folder, FILE)
-    if document is None:
-        return [_not_yet(COLUMNS)]
+def times(results: Results) -> str:
+    """Tabulate the fastest division of each number of GPUs."""
+    document = results.document(FILE) or {"rows": []}
     rows = [row for _, line in lines_of(document) for row in line]
-    return [_cells(row) for row in sorted(rows, key=lambda row: (row["length"], row["ranks"]))]
+    rows.sort(key=lambda row: (row["length"], row["ranks"]))
+    return table(COLUMNS, map(_cells, rows))
 
 
 def lines_of(document: dict[str, Any]) -> list[tuple[str, list[Row]]]:
@@ -59,9 +54,9 @@ def milliseconds(row: Row) -> float:
     return float(row["performance"]["median_ms"])
 
 
-def chart(folder: Path) -> str:
+def chart(results: Results) -> str:
     """Return the chart of the times and the memory, whose numbers are in the table."""
-    if document_of(folder, FILE) is None:
+    if results.document(FILE) is None:
         return PENDING
     words = "Two plots, time and memory of a GPU over tokens, with a line for each number of GPUs"
     return f"![{words}](../images/{Path(FILE).stem}.svg)"
@@ -72,25 +67,21 @@ def gib(row: Row) -> float:
     return float(max(row["peak_bytes"]) / 2**30)
 
 
-def device(folder: Path) -> str:
-    """Return the GPU of the result file."""
-    document = document_of(folder, FILE)
-    return PENDING if document is None else str(document["environment"]["device"])
+def _device(file: str, facts: str) -> Callable[[Results], str]:
+    """Return a function for the GPU of a result file, which is in the field ``facts``."""
+
+    def device(results: Results) -> str:
+        document = results.document(file)
+        return PENDING if document is None else str(document[facts]["device"])
+
+    return device
 
 
-def device_of_training(folder: Path) -> str:
-    """Return the GPU of the result file of training steps."""
-    document = document_of(folder, SPEED_FILE)
-    return PENDING if document is None else str(document["machine"]["device"])
-
-
-def rows_of_speed(folder: Path) -> list[list[str]]:
-    """Return the rows of the table of training steps; without a result file, one row says so."""
-    document = document_of(folder, SPEED_FILE)
-    if document is None:
-        return [_not_yet(SPEED_COLUMNS)]
-    alone = document["rows"][0].get("step_ms")
-    return [_speed_cells(row, alone) for row in document["rows"]]
+def speed(results: Results) -> str:
+    """Tabulate the training steps."""
+    rows = (results.document(SPEED_FILE) or {"rows": []})["rows"]
+    alone = rows[0].get("step_ms") if rows else None
+    return table(SPEED_COLUMNS, [_speed_cells(row, alone) for row in rows])
 
 
 def _speed_cells(row: dict[str, Any], alone: float | None) -> list[str]:
@@ -106,11 +97,11 @@ def _speed_cells(row: dict[str, Any], alone: float | None) -> list[str]:
     ]
 
 
-def losses(folder: Path) -> str:
+def losses(results: Results) -> str:
     """Return the mean differences of losses on several GPUs and between runs on one, by heads."""
     parts = []
     for name in LOSS_FILES:
-        if (document := document_of(folder, name)) is not None:
+        if (document := results.document(name)) is not None:
             layer = document["model"]["layer"]
             rows = [row for row in document["rows"][1:] if "losses" in row]
             divided, repeated = (
@@ -136,25 +127,6 @@ def _title(row: dict[str, Any]) -> str:
     return f"{row['gpus']} GPUs, {row['run']}{mode}"
 
 
-def _not_yet(columns: tuple[str, ...]) -> list[str]:
-    return [PENDING, *["-"] * (len(columns) - 1)]
-
-
-def document_of(folder: Path, name: str) -> dict[str, Any] | None:
-    """Return the JSON document of a result file, or None if there is none."""
-    file = _file(folder, name)
-    if file is None:
-        return None
-    document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return document
-
-
-def _file(folder: Path, name: str) -> Path | None:
-    """Return a result file of ``folder``, or of another GPU; None if there is none."""
-    files = [folder / name, *sorted(folder.parent.glob(f"*/{name}"))]
-    return next((file for file in files if file.exists()), None)
-
-
 def _cells(row: Row) -> list[str]:
     gpus = f"{row['ranks']}, {row['mode']}, {row['layout']}" if row["mode"] else "1"
     return [
@@ -167,11 +139,11 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-TABLES: dict[str, Callable[[Results], str]] = {
-    "context-parallel": lambda results: table(COLUMNS, rows_of_times(results.folder)),
-    "context-parallel-device": lambda results: device(results.folder),
-    "context-parallel-chart": lambda results: chart(results.folder),
-    "parallel-speed": lambda results: table(SPEED_COLUMNS, rows_of_speed(results.folder)),
-    "parallel-speed-device": lambda results: device_of_training(results.folder),
-    "parallel-loss": lambda results: losses(results.folder),
+PARALLEL: dict[str, Callable[[Results], str]] = {
+    "context-parallel": times,
+    "context-parallel-device": _device(FILE, "environment"),
+    "context-parallel-chart": chart,
+    "parallel-speed": speed,
+    "parallel-speed-device": _device(SPEED_FILE, "machine"),
+    "parallel-loss": losses,
 }

@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
-from figure_a100 import A100_SUBJECTS, a100_times
-from figure_pieces import BACKEND_SHAPES, PIECES, SHAPES
+from figure_kernels import A100_SUBJECTS, a100_times
+from figure_pieces import BACKEND_SHAPES, SHAPES
 from figure_tables import PENDING, Results, digits, table
 from figure_training import fastest_modes
 
 from nsa_bench.render.words import tokens
-from nsa_bench.result import Measurement, read_result
+from nsa_bench.result import Measurement, Result
 
 LENGTHS = tuple(1024 * n for n in (2, 8, 16, 32, 64, 128))
 GROUP_SHAPE, GROUPS = "64/4/128", 4  # every model of the recipes has groups of this kind
@@ -53,25 +52,24 @@ MLP_BYTES = 3 * 2 * 2  # of a token and hidden channel: gate, up and product in 
 GPU_BYTES = 72 * GIB  # of 80 GB; the rest is for buffers of collectives and the allocator
 
 
-def published(results: Results) -> list[Path]:
+def published(results: Results) -> list[Result]:
     """Return the results of the core by shape and length."""
-    files = [results.folder / f"core_{shape.replace('/', '_')}.json" for shape in SHAPES]
-    files += [results.folder / f"backends_{s.replace('/', '_')}.json" for s in BACKEND_SHAPES]
-    shapes = [piece.nearest(results.folder) for piece in PIECES if piece.name.startswith("shapes-")]
-    return [*files, *filter(None, shapes)]
+    own = [f"core_{shape.replace('/', '_')}.json" for shape in SHAPES]
+    own += [f"backends_{shape.replace('/', '_')}.json" for shape in BACKEND_SHAPES]
+    return [*map(results.bench, own), *results.of_pieces("shapes-")]
 
 
-def pairs(files: Iterable[Path]) -> Iterator[tuple[Measurement, Measurement]]:
+def pairs(runs: Iterable[Result]) -> Iterator[tuple[Measurement, Measurement]]:
     """Yield the core and the fastest dense kernel of the same run, on random inputs.
 
-    The cells are forward and backward, of every shape and length; of a cell in several files, the
+    The cells are forward and backward, of every shape and length; of a cell in several runs, the
     first counts.
     """
     seen = set()
-    for file in files:
+    for run in runs:
         timed = [
             m
-            for m in read_result(file).measurements
+            for m in run.measurements
             if (m.phase, m.inputs) == ("both", "random") and m.performance
         ]
         for own in (m for m in timed if m.subject == "auto"):
@@ -79,13 +77,7 @@ def pairs(files: Iterable[Path]) -> Iterator[tuple[Measurement, Measurement]]:
             dense = [m for m in timed if m.kind == "dense" and (m.shape, m.length) == cell]
             if dense and cell not in seen:
                 seen.add(cell)
-                yield own, min(dense, key=ms)
-
-
-def ms(measurement: Measurement) -> float:
-    """Return the median time of a timed measurement."""
-    assert measurement.performance is not None
-    return measurement.performance.median_ms
+                yield own, min(dense, key=lambda m: m.median_ms)
 
 
 def use(results: Results) -> str:
@@ -96,7 +88,7 @@ def use(results: Results) -> str:
     rows = []
     for length in LENGTHS:
         at = [pair for pair in measured if pair[0].length == length]
-        speed = [ms(dense) / ms(own) for own, dense in at]
+        speed = [dense.median_ms / own.median_ms for own, dense in at]
         memory = [(own.peak_memory_bytes or 0) / (d.peak_memory_bytes or 1) for own, d in at]
         cells = [cell for (_, n), cell in older.items() if n == length]
         ratios = [
@@ -121,8 +113,8 @@ def _decode(results: Results, length: int) -> list[float]:
         for m in results.bench("decode.json").measurements
         if (m.shape, m.length) == (GROUP_SHAPE, length) and m.performance
     ]
-    dense = [ms(m) for m in timed if m.kind == "dense"]
-    return [min(dense) / ms(m) for m in timed if m.subject == "auto" and dense]
+    dense = [m.median_ms for m in timed if m.kind == "dense"]
+    return [min(dense) / m.median_ms for m in timed if m.subject == "auto" and dense]
 
 
 def _range(values: list[float]) -> str:
@@ -143,11 +135,11 @@ def group_times(results: Results) -> tuple[tuple[float, float], float, float]:
     cells = pairs(published(results))
     measured = {own.length: (own, d) for own, d in cells if own.shape == GROUP_SHAPE}
     (short, _), (long, dense) = measured[32768], measured[65536]
-    slopes = [ms(m) / m.length / GROUPS for m in (short, long)]
+    slopes = [m.median_ms / m.length / GROUPS for m in (short, long)]
     square = (slopes[1] - slopes[0]) / (long.length - short.length)
     linear = slopes[0] - square * short.length
     memory = (long.peak_memory_bytes or 0) / long.length / GROUPS
-    return (linear, square), ms(dense) / long.length**2 / GROUPS, memory
+    return (linear, square), dense.median_ms / long.length**2 / GROUPS, memory
 
 
 def nsa_ms(results: Results, groups: int, length: int) -> float:
@@ -189,7 +181,7 @@ def recipe_check(results: Results) -> str:
     for own, _ in pairs(published(results)):
         if own.shape == "16/1/128":
             estimate = digits(nsa_ms(results, 1, own.length))
-            return f"{estimate} ms estimated and {digits(ms(own))} ms measured"
+            return f"{estimate} ms estimated and {digits(own.median_ms)} ms measured"
     return PENDING
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from figure_pieces import BACKEND_SHAPES, SHAPES
+from figure_pieces import BACKEND_SHAPES, PIECES, SHAPES, nearest
 
 from nsa_bench.crossover import crossing
 from nsa_bench.result import Measurement, Result, read_result
@@ -33,9 +33,27 @@ class Results:
         self.folder = folder
 
     @functools.cache  # noqa: B019  an instance lives as long as the program
-    def bench(self, name: str) -> Result:
+    def bench(self, file: str | Path) -> Result:
         """Return a result of ``nsa bench``."""
-        return read_result(self.folder / name)
+        return read_result(self.folder / file)
+
+    def of_pieces(self, prefix: str) -> list[Result]:
+        """Return the results of pieces by the beginning of their names, of this or another GPU."""
+        pieces = [piece for piece in PIECES if piece.name.startswith(prefix)]
+        return [self.bench(file) for piece in pieces if (file := piece.nearest(self.folder))]
+
+    def document(self, name: str, rehearses: str = "") -> dict[str, Any] | None:
+        """Return a result file of this GPU, or of another one; None if there is none.
+
+        Args:
+            name: Name of the file.
+            rehearses: As in :func:`figure_pieces.nearest`.
+        """
+        file = nearest(self.folder, name, rehearses)
+        if file is None:
+            return None
+        document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return document
 
     @functools.cache  # noqa: B019
     def rows(self, name: str) -> list[dict[str, Any]]:
@@ -75,8 +93,9 @@ class Results:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [columns, ["---"] * len(columns), *rows]
+    """Return a Markdown table; without rows, its only row says that nothing is measured yet."""
+    cells = [*rows] or [[PENDING, *["-"] * (len(columns) - 1)]]
+    lines = [columns, ["---"] * len(columns), *cells]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -263,15 +282,12 @@ def backends(results: Results) -> str:
 
 def sel_rivals(results: Results) -> str:
     """Tabulate the forward of sel and of cuDNN's selection attention."""
-    rows = results.rows("sel_rivals.json") if (results.folder / "sel_rivals.json").exists() else []
-    columns = ["heads", "tokens", "sel, ms", "cuDNN, ms"]
-    return table(
-        columns,
-        [
-            [r["shape"], tokens(r["tokens"]), *map(digits, (r["triton_ms"], r["cudnn_ms"]))]
-            for r in rows
-        ],
-    )
+    name = "sel_rivals.json"
+    rows = [
+        [r["shape"], tokens(r["tokens"]), *map(digits, (r["triton_ms"], r["cudnn_ms"]))]
+        for r in (results.rows(name) if (results.folder / name).exists() else ())
+    ]
+    return table(["heads", "tokens", "sel, ms", "cuDNN, ms"], rows)
 
 
 def decode(results: Results) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
-from figure_pieces import PIECES
 from figure_tables import Results, fixed, short_device, table, tokens
 
 RECOMPUTE_FILE = "train_recompute.json"
@@ -79,9 +77,9 @@ def train_crossover(results: Results) -> str:
 
 def _memory(results: Results) -> dict[str, Any]:
     """Return the result of train-memory, of the GPU of the results or else of another one."""
-    (piece,) = (p for p in PIECES if p.name == "train-memory")
-    path = piece.nearest(results.folder) or results.folder / piece.file
-    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    document = results.document("train_memory.json")
+    if document is None:
+        raise FileNotFoundError("no folder of results has train_memory.json")
     return document
 
 

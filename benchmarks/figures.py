@@ -40,15 +40,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from figure_a100 import A100
-from figure_blocks import BLOCKS
-from figure_counters import COUNTERS
+from figure_kernels import KERNELS
 from figure_learning import LEARNING
-from figure_parallel import TABLES as PARALLEL
+from figure_parallel import PARALLEL
 from figure_pieces import PIECES, PUBLISHED, Piece
 from figure_recipes import RECIPES
-from figure_serving import SERVING
-from figure_shapes import SHAPES_OF_MODELS
 from figure_tables import TABLES as OTHER_TABLES
 from figure_tables import Results
 from figure_training import TRAINING
@@ -57,17 +53,9 @@ from nsa_backend_fa2 import flash4
 from nsa_bench.provenance import blob_id, command_output, tree_id
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLES = OTHER_TABLES | TRAINING | LEARNING | PARALLEL | BLOCKS
-TABLES |= A100 | COUNTERS | RECIPES | SERVING | SHAPES_OF_MODELS
+TABLES = OTHER_TABLES | TRAINING | LEARNING | PARALLEL | KERNELS | RECIPES
 PAGES = ("README.md", "benchmarks/README.md", "docs/**/*.md", "tests/verify/report_rows/*.md")
 MARKED = re.compile(r"(<!-- figures:([\w-]+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
-# They do not affect measurements.
-OURS = (
-    *("figures.py", "figure_a100.py", "figure_blocks.py", "figure_counters.py"),
-    "figure_learning.py",
-    *("figure_parallel.py", "figure_pieces.py", "figure_recipes.py"),
-    *("figure_serving.py", "figure_shapes.py", "figure_tables.py", "figure_training.py"),
-)
 CUT = ("time limit was reached", "not begun: time limit")  # reasons of cells without a time
 
 
@@ -167,7 +155,7 @@ class Figures:
         scripts = {
             path.name: blob_id(path)
             for path in sorted(folder.glob("*.py") if folder else ())
-            if path.name not in OURS
+            if not path.name.startswith("figure")  # these do not affect measurements
         }
         return {
             "piece": piece.name,

@@ -6,8 +6,8 @@ The speed of the kernels depends on how many selected blocks neighbouring tokens
 trains one NSAttention layer per shape on Python's own documentation: next byte, with a fixed seed
 and number of steps, on the sdpa backend by default. It measures the selected blocks on held-out
 text and writes checkpoints such as DIRECTORY/12-2-64.safetensors for `nsa bench --inputs real
---checkpoint FILE` and :func:`real_inputs`. The layer is the core that `nsa bench` times: mean
-compression of rotated keys, one key/value pair for all branches.
+--checkpoint FILE`. The layer is the core that `nsa bench` times: mean compression of rotated keys,
+one key/value pair for all branches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import math
 import platform
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +31,8 @@ from nsa_bench.bytemodel import ByteModel
 from nsa_bench.environment import device_name
 from nsa_bench.provenance import source
 from nsa_bench.python_docs import library_text
-from nsa_bench.shapes import Shape, parse_lengths, parse_shape
+from nsa_bench.shapes import parse_lengths, parse_shape
 from nsa_core import NSAConfig, resolve
-from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
 from nsa_core.util.atomic_files import write_atomic
 
@@ -67,18 +66,6 @@ class Recipe:
             rope_base=self.rope_base,
             rope_before_compress=True,
         )
-
-
-class RealInputs(NamedTuple):
-    """The tensors of every slot, without gradients."""
-
-    q: torch.Tensor  # [1, S, Hq, Dk]
-    # k_cmp [1, n_c, G, Dk], k_sel [1, S, G, Dk], k_win [1, S, G, Dk]
-    k: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    # v_cmp [1, n_c, G, Dv], v_sel [1, S, G, Dv], v_win [1, S, G, Dv]
-    v: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    gates: torch.Tensor  # [1, S, Hq, 3] fp32
-    blocks: torch.Tensor  # int32 [1, S, G, n]
 
 
 def train(model: ByteModel, recipe: Recipe, device: str, text: bytes) -> dict[str, Any]:
@@ -134,46 +121,21 @@ def loss(model: ByteModel, text: bytes, device: str) -> float:
 
 
 @torch.no_grad()
-def inputs_of(
+def selected(
     model: ByteModel, text: bytes, seq_len: int, device: str, dtype: torch.dtype
-) -> RealInputs:
-    """Return the layer's activations over the first ``seq_len`` bytes, and its selected blocks.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q, k_cmp and the blocks that sdpa selects, over the first ``seq_len`` bytes.
 
-    The sdpa backend computes the blocks.
+    Shapes:
+        q: [1, S, Hq, Dk]
+        k_cmp: [1, n_c, G, Dk]
+        blocks: int32 [1, S, G, n]
     """
-    activations = model.to(device).activations(bytemodel.byte_tokens(text, 1, seq_len, device))
-    q, k, v = (
-        activations.q.to(dtype),
-        tuple(t.to(dtype) for t in activations.k),
-        tuple(t.to(dtype) for t in activations.v),
-    )
+    x, _ = model.to(device).activations(bytemodel.byte_tokens(text, 1, seq_len, device))
+    q, k_cmp, v_cmp = (t.to(dtype) for t in (x.q, x.k_cmp, x.v_cmp))
     plan = resolve(model.config, device=device, dtype=dtype, backends="sdpa")
-    _, lse = plan.cmp(q, k[0], v[0])
-    return RealInputs(q, k, v, activations.gates.float(), plan.select(q, k[0], lse))  # type: ignore[arg-type]
-
-
-def real_inputs(
-    shape: str, seq_len: int, device: str, dtype: torch.dtype, checkpoint: str | Path
-) -> RealInputs:
-    """Return the activations of a trained layer over ``seq_len`` bytes of held-out text.
-
-    Args:
-        shape: The heads, such as "64/4/128".
-        seq_len: Number of tokens.
-        device: Where the layer runs.
-        dtype: Dtype of q, k and v.
-        checkpoint: A file that this script wrote.
-
-    Raises:
-        InvalidInput: The checkpoint cannot be read, or has another shape.
-    """
-    model, _ = bytemodel.load(Path(checkpoint))
-    if (actual := Shape.of(model.config)) != parse_shape(shape):
-        raise InvalidInput(
-            f"{checkpoint} holds a layer of shape {actual.name}, not {shape};"
-            " give a checkpoint of that shape"
-        )
-    return inputs_of(model, library_text(HELD_OUT)[:HELD_OUT], seq_len, device, dtype)
+    _, lse = plan.cmp(q, k_cmp, v_cmp)
+    return q, k_cmp, plan.select(q, k_cmp, lse)
 
 
 def locality(blocks: torch.Tensor, geometry: BlockGeometry) -> dict[str, float]:
@@ -197,12 +159,20 @@ def locality(blocks: torch.Tensor, geometry: BlockGeometry) -> dict[str, float]:
     return unions
 
 
-def peakedness(real: RealInputs, config: NSAConfig) -> dict[str, float]:
+def peakedness(
+    q: torch.Tensor, k: torch.Tensor, blocks: torch.Tensor, config: NSAConfig
+) -> dict[str, float]:
     """Measure the concentration of the compressed probabilities (Eq. 8).
 
     The query rows are sampled from the last seven eighths of the sequence.
+
+    Args:
+        q: [S, Hq, Dk].
+        k: [n_c, G, Dk].
+        blocks: The selected blocks [S, G, n].
+        config: The layer.
     """
-    geometry, q, k = config.geometry, real.q[0], real.k[0][0].float()
+    geometry, k = config.geometry, k.float()
     # Rows from here on see at least two compressed tokens.
     first = max(len(q) // 8, geometry.compress_block_size + geometry.compress_stride)
     rows = torch.linspace(first, len(q) - 1, SAMPLED, device=q.device).long()
@@ -213,7 +183,7 @@ def peakedness(real: RealInputs, config: NSAConfig) -> dict[str, float]:
     p = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1)
     visible = (~hidden).sum(-1)[:, None, None]
     block_of_compressed = (starts // geometry.select_block_size).to(torch.int32)
-    chosen = (real.blocks[0, rows][..., None] == block_of_compressed).any(-2)  # [R, G, n_c]
+    chosen = (blocks[rows][..., None] == block_of_compressed).any(-2)  # [R, G, n_c]
     return {
         "entropy_over_log_visible": round(
             float((torch.special.entr(p).sum(-1) / visible.log()).mean()), 4
@@ -227,10 +197,10 @@ def measure(
     model: ByteModel, text: bytes, length: int, device: str, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Measure locality and peakedness of one model at one length."""
-    real = inputs_of(model, text, length, device, dtype)
+    q, k_cmp, blocks = selected(model, text, length, device, dtype)
     return {
-        "union_over_n": locality(real.blocks, model.config.geometry),
-        **peakedness(real, model.config),
+        "union_over_n": locality(blocks, model.config.geometry),
+        **peakedness(q[0], k_cmp[0], blocks[0], model.config),
     }
 
 

@@ -18,9 +18,9 @@ spread is the interquartile range of the rounds over their median, the larger on
 A row is slower if new / old exceeds 1.03 and the excess is more than twice the spread.
 
 ``--json`` writes the rows and their source: the machine, the versions, and git's tree id of each
-package. ``--old-commit`` and ``--new-commit`` add the commits, which are compared with the folders
-if this checkout has them. ``benchmarks/rehearse.py --arch 80 --`` before the command compares the
-trees with their code for the A100.
+package. A commit has the same files if ``git rev-parse COMMIT:packages/nsa-core/src/nsa_core``
+prints the same id. ``benchmarks/rehearse.py --arch 80 --`` before the command compares the trees
+with their code for the A100.
 
 Exit codes: 0 nothing is slower; 1 a row is slower, could be timed in the old tree only, or was
 skipped because of ``--minutes``, or a child ended; 2 wrong usage.
@@ -36,7 +36,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import shlex
 import statistics
 import subprocess
@@ -49,9 +48,8 @@ from typing import Any, Protocol
 from tree_clocks import Case
 
 from nsa_bench.environment import hardware
-from nsa_bench.provenance import PACKAGES, blob_id, command_output, in_checkout, tree_id
+from nsa_bench.provenance import PACKAGES, tree_id
 
-ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).resolve().with_name("tree_clocks.py")
 THRESHOLD = 1.03  # new / old above which a row may be slower
 
@@ -263,8 +261,6 @@ def parser() -> argparse.ArgumentParser:
         "--minutes", type=float, default=6.0, help="time after which no case starts"
     )
     main_parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    main_parser.add_argument("--old-commit", metavar="COMMIT", help="commit of --old, for --json")
-    main_parser.add_argument("--new-commit", metavar="COMMIT", help="commit of --new, for --json")
     return main_parser
 
 
@@ -283,74 +279,9 @@ def cases_of(text: str) -> list[Case]:
     return [case for case in CASES if case.shape in text.split(",")]
 
 
-@dataclasses.dataclass(frozen=True)
-class SourceTree:
-    """The source of a folder of installed packages.
-
-    Attributes:
-        commit: Its commit; None if the command line names none.
-        source_trees: Git's tree id of each package in the folder.
-    """
-
-    commit: str | None
-    source_trees: dict[str, str]
-
-
-def source_of(label: str, folder: Path, commit: str | None) -> SourceTree:
-    """Return the source of a folder of installed packages.
-
-    Args:
-        label: "old" or "new", the option that names the folder.
-        folder: The folder.
-        commit: A name of its commit in this checkout, or the 40 digits of a commit that this
-            checkout does not have; None if it is unknown.
-
-    Raises:
-        ValueError: The commit is unknown here and has no 40 digits, or its files differ from those
-            in the folder.
-    """
-    trees = {name: tree for name in PACKAGES if (tree := tree_id(folder / name))}
-    if commit is None:
-        return SourceTree(None, trees)
-    git = ("git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet")
-    full = command_output(*git, f"{commit}^{{commit}}")
-    if full is None:
-        if not re.fullmatch("[0-9a-f]{40}", commit):
-            raise ValueError(
-                f"--{label}-commit: expected a commit of this checkout, or all 40 digits of"
-                f" another one, got {commit!r}"
-            )
-        return SourceTree(commit, trees)
-    if different := [name for name in trees if differs(folder / name, full)]:
-        raise ValueError(
-            f"--{label}-commit {commit}: --{label} {folder} has other files of"
-            f" {', '.join(different)}; install the packages of this commit there"
-        )
-    return SourceTree(full, trees)
-
-
-def differs(package: Path, commit: str) -> bool:
-    """Return whether an installed package differs from that of a commit of this checkout.
-
-    A wheel may leave out files of the commit that are not Python.
-    """
-    listing = command_output(
-        "git", "-C", str(ROOT), "ls-tree", "-r", f"{commit}:{in_checkout(package.name).as_posix()}"
-    )
-    entries = (line.split("\t") for line in (listing or "").splitlines())
-    committed = {name: facts.split()[2] for facts, name in entries}
-    installed = {
-        path.relative_to(package).as_posix(): blob_id(path)
-        for path in package.rglob("*")
-        if path.is_file() and path.parent.name != "__pycache__"
-    }
-    missing = committed.keys() - installed.keys()
-    changed = any(committed.get(name) != blob for name, blob in installed.items())
-    return changed or any(name.endswith(".py") for name in missing)
-
-
-def provenance(options: argparse.Namespace, sources: dict[str, SourceTree]) -> dict[str, Any]:
+def provenance(options: argparse.Namespace) -> dict[str, Any]:
     """Return when, where and with which command and sources the rows were measured."""
+    folders = {"old": options.old, "new": options.new}
     words = ["python", "benchmarks/kernels/compare_trees.py"]
     words += ["--old", options.old.name, "--new", options.new.name, "--device", options.device]
     words += ["--backend", options.backend, "--shapes", options.shapes]
@@ -364,8 +295,13 @@ def provenance(options: argparse.Namespace, sources: dict[str, SourceTree]) -> d
         "command": shlex.join(words),
         "machine": hardware(options.device),
         "versions": versions,
-        "sources": {label: dataclasses.asdict(source) for label, source in sources.items()},
+        "sources": {label: {"source_trees": trees_of(path)} for label, path in folders.items()},
     }
+
+
+def trees_of(folder: Path) -> dict[str, str]:
+    """Return git's tree id of each package in a folder of installed packages."""
+    return {name: tree for name in PACKAGES if (tree := tree_id(folder / name))}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -383,11 +319,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for label, folder in folders.items():
         if not folder.is_dir():
             main_parser.error(f"--{label}: {folder} is not a folder")
-    commits = {"old": options.old_commit, "new": options.new_commit}
-    try:
-        sources = {label: source_of(label, folders[label], commits[label]) for label in folders}
-    except ValueError as error:
-        main_parser.error(str(error))
     children = [
         Child(label, folder, options.device, options.backend) for label, folder in folders.items()
     ]
@@ -409,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for child in children:
             child.end()
     if options.json is not None:
-        document = {"kind": "compare-trees", "schema_version": 1, **provenance(options, sources)}
+        document = {"kind": "compare-trees", "schema_version": 1, **provenance(options)}
         document["rows"] = [dataclasses.asdict(row) for row in rows]
         document["left_out"] = [str(case) for case in skipped]
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,21 +24,15 @@ from nsa_core.contract import SlotCall
 from nsa_core.fold import fold
 from nsa_core.layout import BlockGeometry
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from random_blocks import random_causal_blocks
+
 GEOMETRY = BlockGeometry()
 SHAPES = {
     "64/4/128 S=64k": (64, 4, 128, 65536),
     "32/8/128 S=32k": (32, 8, 128, 32768),
     "12/2/64 S=64k": (12, 2, 64, 65536),
-}
-# (forward, backward) on an H200 with flash-attn 2.8.3 and torch 2.11, measured with the same tool
-# before this backend existed.
-BEFORE = {
-    ("cmp", "64/4/128 S=64k"): (14.3, 39.5),
-    ("cmp", "32/8/128 S=32k"): (2.29, 6.01),
-    ("cmp", "12/2/64 S=64k"): (1.63, 4.13),
-    ("win", "64/4/128 S=64k"): (5.0, 14.1),
-    ("win", "32/8/128 S=32k"): (1.2, 3.7),
-    ("win", "12/2/64 S=64k"): (0.66, 1.6),
 }
 
 
@@ -56,29 +51,14 @@ def tensors(heads: int, groups: int, width: int, rows: int, length: int) -> list
     ]
 
 
-def random_blocks(length: int, groups: int) -> torch.Tensor:
-    """Return the always-selected blocks and random past blocks, int32 [1, S, G, n]."""
-    n, size = GEOMETRY.num_selected_blocks, GEOMETRY.select_block_size
-    current = torch.arange(length, device="cuda")[:, None, None] // size
-    blocks = (torch.rand(length, groups, n, device="cuda") * (current + 1)).int()
-    blocks[..., :1], blocks[..., 1:2] = current.int(), (current - 1).clamp(min=0).int()
-    blocks[..., 2] = 0
-    return blocks[None]
-
-
 def measure(
     slot: str, shape: str, forward: Callable[[], Any], backward: Callable[[Any], Callable[[], Any]]
 ) -> dict[str, Any]:
-    """Time forward and backward of one slot; return its row, with earlier times if known."""
-    name, outputs, before = f"{slot} {shape}", forward(), BEFORE.get((slot, shape))
-    row = {
-        "piece": name,
-        "forward_ms": median_ms(forward),
-        "backward_ms": median_ms(backward(outputs)),
-    }
-    earlier = f"   before: {before[0]:8.3f} {before[1]:8.3f}" if before else ""
-    print(f"{name:34} {row['forward_ms']:8.3f} {row['backward_ms']:8.3f}{earlier}", flush=True)
-    return {**row, "before_ms": before}
+    """Time forward and backward of one slot; return its row."""
+    name, outputs = f"{slot} {shape}", forward()
+    times = median_ms(forward), median_ms(backward(outputs))
+    print(f"{name:34} {times[0]:8.3f} {times[1]:8.3f}", flush=True)
+    return {"piece": name, "forward_ms": times[0], "backward_ms": times[1]}
 
 
 def pieces(shape: str, with_sel: bool) -> list[dict[str, Any]]:
@@ -118,7 +98,7 @@ def pieces(shape: str, with_sel: bool) -> list[dict[str, Any]]:
         )
     )
     if with_sel:
-        blocks = random_blocks(length, groups)
+        blocks = random_causal_blocks(length, groups, GEOMETRY, "cuda")
         rows.append(
             measure(
                 "sel",

@@ -1,8 +1,9 @@
-"""Time GPU work without the host's share, by replaying a CUDA graph."""
+"""Time work on the GPU: as a CUDA graph, without the share of the host, or launched from Python."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,3 +32,15 @@ def graph_ms(run: Callable[[], Any], repeats: int = 20, rounds: int = 7) -> floa
         end.record()
     torch.cuda.synchronize()
     return statistics.median(start.elapsed_time(end) for start, end in events) / repeats
+
+
+def eager_ms(run: Callable[[], Any], repeats: int) -> float:
+    """Return the mean milliseconds of ``repeats`` runs launched from Python, host included."""
+    for _ in range(5):
+        run()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / repeats * 1e3

@@ -44,9 +44,8 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from graph_time import graph_ms
+from graph_time import eager_ms, graph_ms
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from triton_decode import eager_ms
 
 from nsa_core import LayerPages, NSAConfig, NSAttention, PagedKV, decode_rows, nsa_decode
 from nsa_core.decode import chunks

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,6 @@ from nsa_bench.provenance import tree_id
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "kernels" / "compare_trees.py"
 NEVER = float("inf")
-AUTHOR = ("-c", "user.name=n", "-c", "user.email=n@example.com")
 
 
 class FakeTree:
@@ -189,56 +187,17 @@ def test_a_rehearsal_reaches_the_children(site, tmp_path, monkeypatch):
     assert seen.exists()
 
 
-@pytest.fixture
-def installed(tmp_path, monkeypatch):
-    """A folder with nsa_core as installed from the commit of a checkout, without its data file."""
-    root, folder = tmp_path / "checkout", tmp_path / "installed"
-    source = root / "packages" / "nsa-core" / "src" / "nsa_core"
-    source.mkdir(parents=True)
-    for name in ("__init__.py", "table.json"):
-        (source / name).write_text("1\n")
-    for words in (["init", "-q"], ["add", "-A"], [*AUTHOR, "commit", "-qm", "First"]):
-        subprocess.run(["git", *words], cwd=root, check=True)
-    monkeypatch.setattr(trees, "ROOT", root)
-    shutil.copytree(source, folder / "nsa_core")
-    (folder / "nsa_core" / "table.json").unlink()
-    return folder
-
-
-def test_the_commit_of_a_folder_is_resolved(installed):
-    source = trees.source_of("old", installed, "HEAD")
-    head = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=trees.ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()
-    assert source.commit == head
-    assert source.source_trees == {"nsa_core": tree_id(installed / "nsa_core")}
-    assert trees.source_of("old", installed, None).commit is None
-    assert trees.source_of("old", installed, "0" * 40).commit == "0" * 40  # of another checkout
-
-
-@pytest.mark.parametrize("change", ["changed", "added", "removed"])
-def test_a_folder_that_differs_from_its_commit_is_refused(installed, change):
-    file = installed / "nsa_core" / ("more.py" if change == "added" else "__init__.py")
-    file.unlink() if change == "removed" else file.write_text("2\n")
-    (installed / "nsa_core" / "table.json").write_text("1\n")
-    with pytest.raises(ValueError, match=r"--new-commit HEAD: .* has other files of nsa_core"):
-        trees.source_of("new", installed, "HEAD")
-
-
-def test_an_unknown_commit_is_refused(installed):
-    with pytest.raises(ValueError, match=r"--new-commit: expected a commit .* got 'frob'"):
-        trees.source_of("new", installed, "frob")
-
-
 def test_the_provenance_names_folders_without_their_paths(tmp_path):
     words = ["--old", str(tmp_path / "a"), "--new", str(tmp_path / "b c"), "--device", "cpu"]
-    sources = {"old": trees.SourceTree("1" * 40, {"nsa_core": "2" * 40})}
-    facts = trees.provenance(trees.parser().parse_args(words), sources)
+    (tmp_path / "a" / "nsa_core").mkdir(parents=True)
+    (tmp_path / "a" / "nsa_core" / "__init__.py").write_text("1\n")
+    facts = trees.provenance(trees.parser().parse_args(words))
     assert "--old a --new 'b c' --device cpu --backend triton" in facts["command"]
     assert str(tmp_path) not in json.dumps(facts)
     assert facts["machine"]["device_type"] == "cpu"
     assert facts["versions"].keys() >= {"python", "torch"}
-    assert facts["sources"]["old"]["source_trees"] == {"nsa_core": "2" * 40}
+    source = {"source_trees": {"nsa_core": tree_id(tmp_path / "a" / "nsa_core")}}
+    assert facts["sources"] == {"old": source, "new": {"source_trees": {}}}
 
 
 @pytest.mark.slow

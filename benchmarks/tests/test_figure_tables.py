@@ -12,6 +12,8 @@ import figure_recipes
 import figures
 import pytest
 
+from nsa_bench.result import read_result
+
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY_VALUES = [f"row-13-{name}" for name in ("peak-2k", "peak-16", "largest", "slope")]
 POINT = ("nsa", 2048, 1)  # attention, tokens, batch
@@ -22,8 +24,8 @@ def results(tmp_path):
     """A copy of the results folder with the files of training."""
     folder = tmp_path / "copy" / "h100"
     folder.mkdir(parents=True)
-    for name in ("train.json", "train_memory.json"):
-        shutil.copy(ROOT / "benchmarks" / "results" / "h100" / name, folder)
+    for name in ("h200/train.json", "h100/train_memory.json"):
+        shutil.copy(ROOT / "benchmarks" / "results" / name, folder)
     return folder.parent
 
 
@@ -33,7 +35,7 @@ def rows_of(results, name):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-@pytest.mark.parametrize("name", ["a100", "shapes", "serving-steps", "serving-prompts"])
+@pytest.mark.parametrize("name", ["a100", "shapes", "sel-rivals", "serving-steps", "counters"])
 def test_a_table_without_its_files_says_so(tmp_path, name):
     ((state, *others),) = rows_of(tmp_path / "results" / "h100", name)
     assert state == "not measured yet"
@@ -63,7 +65,7 @@ def test_the_serving_tables_have_the_cells_that_ran(tmp_path):
 
 
 def test_the_a100_table_has_the_fastest_of_each_kind(tmp_path):
-    source = ROOT / "benchmarks" / "results" / "h100_as_sm80" / "a100_core_64_4_128.json"
+    source = ROOT / "benchmarks" / "results" / "h200_as_sm80" / "a100_core_64_4_128.json"
     document = json.loads(source.read_text())
     (own,) = (
         m
@@ -89,7 +91,7 @@ def test_the_decode_steps_are_compared_with_the_same_gpu(tmp_path):
     for name in ("h100", "h200", "h200_as_sm80"):
         (results / name).mkdir(parents=True)
     assert shown() == "not measured yet"
-    source = ROOT / "benchmarks" / "results" / "h100" / "decode.json"
+    source = ROOT / "benchmarks" / "results" / "h200" / "decode.json"
     document = json.loads(source.read_text())
     (results / "h100" / "decode.json").write_text(json.dumps(document))
     (results / "h200_as_sm80" / "a100_decode.json").write_text(json.dumps(document))
@@ -124,7 +126,7 @@ def test_the_speed_up_of_blocks_is_a_range_over_block_sizes(tmp_path):
 def test_the_table_of_shapes_takes_the_fastest_dense_kernel(tmp_path):
     folder = tmp_path / "results" / "h100"
     folder.mkdir(parents=True)
-    document = json.loads((ROOT / "benchmarks/results/h100/backends_32_8_128.json").read_text())
+    document = json.loads((ROOT / "benchmarks/results/h200/backends_32_8_128.json").read_text())
     document["measurements"] = [
         m
         for m in document["measurements"]
@@ -142,7 +144,8 @@ def test_the_table_of_shapes_takes_the_fastest_dense_kernel(tmp_path):
     assert (heads, length) == ("32/8/128", "16k")
     assert float(nsa) == pytest.approx(own, rel=0.01)
     assert float(dense) == pytest.approx(fastest, rel=0.01)
-    assert times[{"cuDNN": "dense cudnn", "FlashAttention-2": "dense flash"}[kernel]] == fastest
+    assert kernel == "FlashAttention-4"
+    assert times["dense flash-attn 4"] == fastest
     assert speed_up == f"{fastest / own:.1f}x"
 
 
@@ -172,7 +175,7 @@ def test_the_table_of_use_has_the_ranges_over_head_counts(published):
     assert list(before) == ["2k", "8k", "16k", "32k", "64k", "128k"]
     own, dense = next(
         pair
-        for pair in figure_recipes.pairs([published / "core_12_2_64.json"])
+        for pair in figure_recipes.pairs([read_result(published / "core_12_2_64.json")])
         if pair[0].length == 65536
     )
     cell = {"phase": "both", "inputs": "random", "length": 65536, "subject": "auto"}
@@ -216,7 +219,7 @@ def test_the_recipes_scale_with_groups_and_layers(published):
 
 def test_the_recipes_are_checked_by_measured_cells(published):
     results = figures.Results(published)
-    ((own, _),) = figure_recipes.pairs([published / "shapes_128k.json"])
+    ((own, _),) = figure_recipes.pairs([read_result(published / "shapes_128k.json")])
     times = [figure_recipes.nsa_ms(results, 1, own.length), own.performance.median_ms]
     value = figures.TABLES["recipe-check"](results)
     assert [float(n) for n in re.findall(r"([\d.]+) ms", value)] == pytest.approx(times, rel=0.01)
@@ -306,11 +309,12 @@ def test_a_training_on_another_gpu_is_shown(tmp_path):
     name = "hf-minimax"
     results = figures.Results(tmp_path / "h200")
     assert figures.TABLES[name](results) == "not measured yet"
-    (tmp_path / "h100").mkdir()
-    shutil.copy(ROOT / "benchmarks/results/h100/hf_minimax.json", tmp_path / "h100")
+    (tmp_path / "a40").mkdir()
+    document = json.loads((ROOT / "benchmarks/results/h200/hf_minimax.json").read_text())
+    document["machine"]["device"] = "NVIDIA A40"
+    (tmp_path / "a40" / "hf_minimax.json").write_text(json.dumps(document))
     value = figures.TABLES[name](results)
-    assert value.endswith("on one H100 80GB")
-    document = json.loads((tmp_path / "h100" / "hf_minimax.json").read_text())
+    assert value.endswith("on one A40")
     words = {"nsa_blocks": ' for "nsa_blocks",', "control": ' for another run of "eager" whose'}
     for training, text in (words | {"nsa_blocks_replayed": " for .* with the choices"}).items():
         assert re.search(f"{document[training]['largest_difference']:.1e}{text}", value)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from figure_parallel import TABLES
+from figure_parallel import PARALLEL
 from figure_tables import Results
 from parallel_training import move_weights
 
@@ -102,7 +102,7 @@ def test_every_weight_is_moved_to_a_neighbour() -> None:
 
 def test_the_pages_say_that_nothing_is_measured_yet(tmp_path: Path) -> None:
     names = ("parallel-speed", "parallel-speed-device", "parallel-loss", "context-parallel-chart")
-    texts = [TABLES[name](Results(tmp_path / "h100")).splitlines()[-1] for name in names]
+    texts = [PARALLEL[name](Results(tmp_path / "h100")).splitlines()[-1] for name in names]
     assert texts == [f"| not measured yet{' | -' * 4} |", *["not measured yet"] * 3]
 
 
@@ -139,12 +139,12 @@ def test_the_tables_compare_with_one_gpu(tmp_path: Path) -> None:
         }
         (tmp_path / "h100" / name).write_text(json.dumps(document))
     results = Results(tmp_path / "h200")  # another GPU's folder is found too
-    assert TABLES["parallel-speed-device"](results) == "NVIDIA H100"
-    assert TABLES["parallel-speed"](results).splitlines()[2:] == [
+    assert PARALLEL["parallel-speed-device"](results) == "NVIDIA H100"
+    assert PARALLEL["parallel-speed"](results).splitlines()[2:] == [
         "| one GPU | 2.40 | 109,227 | - | 41.2 |",
         "| 2 GPUs, context parallel in mode heads | 1.25 | 209,715 | 1.92x | 20.0 |",
         "| 2 GPUs, context parallel, FSDP2 | not begun: time limit | - | - | - |",
     ]
-    assert TABLES["parallel-loss"](results) == (
+    assert PARALLEL["parallel-loss"](results) == (
         "0.03120 to 0.03120 on 2 GPUs and 0.00125 to 0.00125 between runs on one at 12/2/64"
     )

@@ -14,7 +14,8 @@ from unittest import mock
 import pytest
 import scaling
 import torch
-from figure_parallel import COLUMNS, chart, device, rows_of_times
+from figure_parallel import COLUMNS, PARALLEL
+from figure_tables import Results
 
 from nsa_core.layer import fp32_product
 from nsa_models.lm.parallel import World
@@ -124,7 +125,9 @@ def test_a_layer_is_timed_on_one_process_on_two_and_on_four(tmp_path: pathlib.Pa
         ["128", "4", "sequence", "head_tail"],
     ]
     assert "4 of 4 checks against one GPU passed" in lines
-    rows = rows_of_times(tmp_path / "h200")  # the page reads the result file
+    results = Results(tmp_path / "h200")  # the page reads the result file
+    shown = PARALLEL["context-parallel"](results).splitlines()[2:]
+    rows = [row.strip("| ").split(" | ") for row in shown]
     assert [row[:2] for row in rows] == [
         ["128", "1"],
         ["128", "2, sequence, head_tail"],
@@ -132,8 +135,9 @@ def test_a_layer_is_timed_on_one_process_on_two_and_on_four(tmp_path: pathlib.Pa
         ["256", "4, sequence, head_tail"],
     ]
     assert {len(row) for row in rows} == {len(COLUMNS)}
-    assert device(tmp_path / "h200") == document["environment"]["device"]
-    assert chart(tmp_path / "h200").endswith("(../images/context_parallel.svg)")
+    device, chart = (PARALLEL[f"context-parallel-{name}"](results) for name in ("device", "chart"))
+    assert device == document["environment"]["device"]
+    assert chart.endswith("(../images/context_parallel.svg)")
 
 
 @pytest.mark.slow

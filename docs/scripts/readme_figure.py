@@ -22,7 +22,7 @@ BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from figure_pieces import PUBLISHED  # noqa: E402
-from figure_recipes import GROUP_SHAPE, ms, pairs, published  # noqa: E402
+from figure_recipes import GROUP_SHAPE, pairs, published  # noqa: E402
 from figure_tables import Results, gpu, tokens  # noqa: E402
 
 RESULTS = Results(BENCHMARKS / "results" / PUBLISHED)
@@ -37,7 +37,7 @@ LOOKS: dict[str, Any] = {
 def times() -> dict[str, dict[int, float]]:
     """Return the ms of NSA and of the fastest dense kernel, by length."""
     measured = (cell for cell in pairs(published(RESULTS)) if cell[0].shape == GROUP_SHAPE)
-    cells = sorted((own.length, ms(own), ms(dense)) for own, dense in measured)
+    cells = sorted((own.length, own.median_ms, dense.median_ms) for own, dense in measured)
     return {
         "NSA": {length: own for length, own, _ in cells},
         "dense": {length: dense for length, _, dense in cells},

@@ -17,8 +17,9 @@ from nsa_bench.render.words import tokens
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
-from figure_parallel import FILE, document_of, gib, lines_of, milliseconds  # noqa: E402
+from figure_parallel import FILE, gib, lines_of, milliseconds  # noqa: E402
 from figure_pieces import PUBLISHED  # noqa: E402
+from figure_tables import Results  # noqa: E402
 
 Row = dict[str, Any]
 
@@ -72,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=pathlib.Path)
     folder = parser.parse_args().folder
-    document = document_of(BENCHMARKS / "results" / PUBLISHED, FILE)
+    document = Results(BENCHMARKS / "results" / PUBLISHED).document(FILE)
     assert document is not None  # the repository has a result file
     name = pathlib.Path(FILE).with_suffix(".svg")
     (folder / name).write_bytes(draw(lambda: figure(document), "svg"))

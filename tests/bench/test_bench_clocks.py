@@ -23,7 +23,7 @@ from nsa_bench.result import Measurement, read_result
 from nsa_bench.timing import Performance, Prepared, Workload, measure, take_sample
 from nsa_core.util.interruption import NEVER
 
-RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h100"
+RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200"
 
 
 @pytest.mark.parametrize(

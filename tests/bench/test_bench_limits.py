@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import slow_backend
-from nsa_bench import child_call, roofline, slow_calls, subjects
+from nsa_bench import child_call, isolation, prefill, roofline, slow_calls
 from nsa_bench.cells import Cell
 from nsa_bench.decode import DecodeBench
 from nsa_bench.estimates import Estimates, probe_length
@@ -24,6 +25,7 @@ from nsa_bench.settings import DecodeCell, DecodeSettings
 from nsa_bench.shapes import Shape, parse_shape
 from nsa_bench.subjects import Subjects, workload_in_child
 from nsa_bench.timing import INTERRUPTED, LATE
+from nsa_core.plan.plan import resolve
 from nsa_core.plan.registry import discover
 from nsa_core.util.interruption import deferred_signals
 from nsa_verify.problems.combination import parse_combination
@@ -113,7 +115,7 @@ def test_sigterm_ends_a_long_operation_in_a_child(small, all_in_children, second
 def test_sigterm_ends_a_gate_of_a_minute(small, seconds_after_sigterm, monkeypatch):
     monkeypatch.setattr(slow_backend, "LENGTH", 81)  # of the gate's case
     bench = PrefillBench(small(lengths=[40], phases=["forward"], combos=SLOW), registry(), {})
-    seconds, result = seconds_after_sigterm(bench, subjects, "judge_plan")
+    seconds, result = seconds_after_sigterm(bench, prefill, "judge_plan")
     assert seconds < 2.0
     assert (result.interrupted.cells_left, result.gates) == (1, [])
 
@@ -160,15 +162,17 @@ def test_a_child_computes_the_same_call_as_this_process(small):
     config = parse_shape("2/1/8").config((8, 4, 16, 3, 24))
     cell = Cell(config, "2/1/8", "float32", "random", "forward", 1, 40)
     settings = small(lengths=[40], phases=["forward"])
-    combo = parse_combination("sdpa")
-    in_child = workload_in_child(settings, discover(), combo, cell, "total sdpa").make()()
     subjects = Subjects(settings, discover())
-    plan = subjects.plan(config, torch.float32, combo, None)
+    options = dataclasses.replace(subjects.options("float32"), backends="sdpa")
+    plan = resolve(config, options, registry=discover())
+    planner = isolation.planner(discover(), plan, options)
+    of_sdpa = (planner, "sdpa", cell, "total sdpa")
+    in_child = workload_in_child(settings, *of_sdpa).make()()
     (here,) = [w for w in subjects.workloads(cell, {"sdpa": plan}, []) if w.key == "total sdpa"]
     assert torch.equal(in_child, here.make()())
-    other = workload_in_child(small(seed=1), discover(), combo, cell, "total sdpa").make()()
+    other = workload_in_child(small(seed=1), *of_sdpa).make()()
     assert not torch.equal(in_child, other)
-    dense = workload_in_child(settings, discover(), None, cell, "dense flash").make()()
+    dense = workload_in_child(settings, None, "", cell, "dense flash").make()()
     x = make_inputs("random", config, batch=1, length=40, dtype=torch.float32, device="cpu", seed=0)
     assert dense.shape == x.do.shape
 

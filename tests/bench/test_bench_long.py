@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nsa_bench import subjects
+from nsa_bench import prefill
 from nsa_core.plan import default_plan
 from nsa_verify.problems.combination import Combination
 
@@ -14,7 +14,7 @@ from nsa_verify.problems.combination import Combination
 def test_the_plan_of_long_sequences_is_judged_and_timed_separately(
     run, registry_with, monkeypatch, factor, right
 ):
-    resolve = subjects.resolve
+    resolve = prefill.resolve
 
     def by_length(config, options, *, registry):
         is_other = options.seq_len == 64
@@ -22,7 +22,7 @@ def test_the_plan_of_long_sequences_is_judged_and_timed_separately(
         return resolve(config, options, registry=registry, backends=backends)
 
     monkeypatch.setattr(default_plan, "PLANNED_LENGTHS", (64, 96))
-    monkeypatch.setattr(subjects, "resolve", by_length)
+    monkeypatch.setattr(prefill, "resolve", by_length)
     registry = registry_with("other", lambda o: o * factor)
     result = run(
         registry, lengths=[48, 64, 96], phases=["forward"], combos=(Combination({}, name="auto"),)

@@ -15,9 +15,9 @@ from nsa_bench.render.page import page
 from nsa_bench.render.summary import summary
 from nsa_bench.render.tables import tables
 from nsa_bench.result import Result, read_result
+from nsa_bench.timing import LATE
 
-RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h100"
-DATA = pathlib.Path(__file__).with_name("data")  # a result of three shapes with missing times
+RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200"
 NASTY = "<img src=x onerror=alert(1)></script><script>alert(2)</script>&\"'"
 
 
@@ -58,21 +58,16 @@ class Reader(html.parser.HTMLParser):
         return [text for tag, text in self.texts if tag in tags and text]
 
 
-def reduced(file: pathlib.Path, **wanted: str) -> Result:
-    """Return a result with the measurements that have the given fields."""
-    result = read_result(file)
-    kept = [
-        m for m in result.measurements if all(getattr(m, key) == v for key, v in wanted.items())
-    ]
-    assert kept
-    return dataclasses.replace(result, measurements=kept)
-
-
 @pytest.fixture(scope="module")
 def result() -> Result:
-    """Return one shape of a published result, which has missing times and a rival."""
+    """Return a published result with rivals and missing times, one of them of a whole call only."""
     pytest.importorskip("matplotlib")
-    return reduced(DATA / "backends.json", shape="64/4/128")
+    full = read_result(RESULTS / "backends_64_4_128.json")
+    late = next(m for m in full.measurements if m.parts and m.length == 8192)
+    missing = dataclasses.replace(late, performance=None, reason=LATE)
+    return dataclasses.replace(
+        full, measurements=[missing if m is late else m for m in full.measurements]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -232,12 +227,10 @@ def test_the_page_is_one_file_that_may_not_load_anything(read):
 
 
 @pytest.mark.parametrize(
-    "file",
-    [pytest.param(DATA / "backends.json", marks=pytest.mark.slow), RESULTS / "decode.json"],
-    ids=["backends", "decode"],
+    "name", [pytest.param("backends_64_4_128", marks=pytest.mark.slow), "decode"]
 )
-def test_equal_results_give_equal_bytes_and_a_small_page(file):
-    result = read_result(file)
+def test_equal_results_give_equal_bytes_and_a_small_page(name):
+    result = read_result(RESULTS / f"{name}.json")
     text = page(result)
     assert text == page(result)
     assert len(text) < 500_000

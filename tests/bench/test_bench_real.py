@@ -52,13 +52,9 @@ def test_a_saved_checkpoint_makes_the_real_inputs(checkpoint, run, monkeypatch):
     }
     trained, untrained = (make_inputs("real", CONFIG, model=m, **options) for m in (model, None))
     tokens = bytemodel.byte_tokens(TEXT, 1, 64)
-    expected = model.activations(tokens)
-    for name, tensor in (
-        ("q", expected.q),
-        ("k", expected.k[1]),
-        ("v", expected.v[1]),
-        ("gates", expected.gates),
-    ):
+    expected, gates = model.activations(tokens)
+    tensors = {"q": expected.q, "k": expected.k[1], "v": expected.v[1], "gates": gates}
+    for name, tensor in tensors.items():
         assert torch.equal(getattr(trained, name), tensor)
         assert not torch.equal(getattr(trained, name), getattr(untrained, name))
     seen = []
@@ -128,7 +124,7 @@ def test_activations_depend_on_preceding_bytes_only():
     tokens = bytemodel.byte_tokens(TEXT, 1, 90)
     changed = tokens.clone()
     changed[0, 80] += 1
-    before, after = (model.activations(t).q[0] for t in (tokens, changed))
+    before, after = (model.activations(t)[0].q[0] for t in (tokens, changed))
     assert torch.equal(before[:80], after[:80])
     assert not torch.equal(before[80:], after[80:])
     assert torch.equal(model(tokens)[0, :80], model(changed)[0, :80])

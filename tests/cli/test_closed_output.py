@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h100"
+RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200"
 BENCH = ["bench", "--device", "cpu", "--shape", "2/1/8", "--length", "40", "--combo", "sdpa"]
 BENCH += ["--blocks", "8,4,16,3,24", "--budget", "0.001"]
 CLOSED = "nsa: the output was closed before everything was written\n"

@@ -18,7 +18,7 @@ from nsa_cli import verify
 from nsa_core.contract import SLOTS
 from screen import FRAMES, assert_readable
 
-RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h100"
+RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200"
 WIDTHS = (80, 100, 200)
 DETAIL = (
     "row 12 of head 3: error 1.234 of its limit, at position (0, 17, 3, 5): got 0.123456, golden"

@@ -91,7 +91,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FILES = ("--json", "--html", "--png", "--svg")
-RESULT = pathlib.Path(__file__).parents[2] / "benchmarks/results/h100/shapes_128k.json"
+RESULT = pathlib.Path(__file__).parents[2] / "benchmarks/results/h200/shapes_128k.json"
 COMMANDS = ["verify --json", "bench --json", "train --device cpu --out", "inspect --text T --out"]
 
 

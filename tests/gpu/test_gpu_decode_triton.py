@@ -36,8 +36,7 @@ CHUNK = dataclasses.replace(
 ODD = Step(Case("16/1 192/128", WIDE, ()), (900, 65), (1, 1))
 WIDEST = NSAConfig(dim=1024, n_heads=64, n_kv_heads=1, head_dim=256, rope=False)
 MANY_HEADS = Step(Case("64/1 256/256", WIDEST, ()), (1500, 65), (1, 1))  # eight warps
-# Each step compiles about ten binaries, of up to 5 s each. benchmarks/kernels/triton_decode.py
-# checks more steps, in several processes.
+# Each step compiles about ten binaries, of up to 5 s each. `nsa verify` judges more steps.
 PROBLEMS = [(step, torch.bfloat16) for step in (LONG, FOUR, CHUNK, ODD, MANY_HEADS)]
 PROBLEMS += [(LONG, torch.float16), (LONG, torch.float32), (FOUR, torch.float32)]
 STORES = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")

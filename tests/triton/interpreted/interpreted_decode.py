@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
-import pathlib
 from unittest import mock
 
 import pytest
@@ -439,32 +437,6 @@ def test_compress_refuses_weights_of_other_sizes():
         others = (*weights[:i], wrong, *weights[i + 1 :])
         with pytest.raises(ValueError, match="compress expects weights of shapes"):
             compress(*stores, weights, others, rope=None, call=data.call)
-
-
-@pytest.mark.slow
-def test_benchmark_checks_results_and_prints_its_lines(capsys, monkeypatch):
-    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[3] / "benchmarks" / "kernels")
-    bench = importlib.import_module("triton_decode")
-    assert bench.check([("cpu", list(STEPS).index("h=1"), FP32)])
-    shape = bench.Shape(1, 64, 4, 2, 16, 16, page=16, geometry=ONE.case.config.geometry)
-    times = dict.fromkeys(("graph_ms", "eager_ms"), lambda run: (run(), 2e-3)[1])
-    make = bench.make
-    monkeypatch.setattr(bench, "make", lambda shape, _, dtype: make(shape, "cpu", dtype))
-    for name, value in times.items():
-        monkeypatch.setattr(bench, name, value)
-    monkeypatch.setattr(bench, "kernel_us", lambda run: (run(), [(2.0, "decode_step")])[1])
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    results = bench.measure(
-        shape, [({}, {}), ({"BLOCK_N": 32}, {}), ({"RANK_BLOCKS": 24}, {})], True, FP32
-    )
-    lines = capsys.readouterr().out.splitlines()
-    # 15 compressed tokens, 4 blocks and 24 tokens of the window, two heads of 32 numbers
-    assert shape.bytes_read(4) == {"cmp": 15 * 256, "sel": 64 * 256, "win": 24 * 256}
-    assert len(results) == 2
-    assert sum("off by" in line for line in lines) == 2
-    assert sum("2.0 us decode_step" in line for line in lines) == 2
-    assert sum("Error" in line for line in lines) == 1
-    assert lines[-1].endswith("append and step: 0.0020 ms")
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ from nsa_core.contract import Reason, Request
 FP64_CUDA_MAX_SEQ_LEN = 16384
 # Ranks of cmp on cuDNN. It is faster than FlashAttention-2, because it does not copy the fold, and
 # slower than FlashAttention-4 and than kernels written for cmp, except for heads of at least
-# CUDNN_WIDE elements over long sequences (cmp_routes.json in benchmarks/results/h100 and h200). In
-# bf16 training it would keep a backend that serves all slots from computing their backward as one,
-# which takes less than half the memory.
+# CUDNN_WIDE elements over long sequences (benchmarks/results: h100/cmp_routes.json and
+# h200/cmp_routes.json). In bf16 training it would keep a backend that serves all slots from
+# computing their backward as one, which takes less than half the memory.
 CUDNN_RANK, CUDNN_LONG_RANK = 25, 40
 CUDNN_WIDE, CUDNN_LONG = 128, 49152  # columns of a head, tokens
 

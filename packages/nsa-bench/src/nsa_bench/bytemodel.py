@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from torch import nn
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput, NSAError
 from nsa_core.layer.module import NSAttention
+from nsa_core.layer.projection import Projected
 from nsa_core.util.atomic_files import write_bytes_atomic
 from nsa_core.util.extras import require_module
 from nsa_core.util.text import describe_error
@@ -29,17 +30,6 @@ from nsa_core.util.text import describe_error
 # change slowly from token to token).
 RECENT, BAGS = 4, (16, 64)
 FORMAT = "nsa-byte-model 1"
-
-
-class Activations(NamedTuple):
-    """The tensors that the layer passes to the attention kernels."""
-
-    q: torch.Tensor  # [B, S, Hq, Dk]
-    # k_cmp [B, n_c, G, Dk], k_sel [B, S, G, Dk], k_win [B, S, G, Dk]
-    k: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    # v_cmp [B, n_c, G, Dv], v_sel [B, S, G, Dv], v_win [B, S, G, Dv]
-    v: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    gates: torch.Tensor  # [B, S, Hq, 3]
 
 
 class ByteModel(nn.Module):
@@ -69,12 +59,10 @@ class ByteModel(nn.Module):
         logits: torch.Tensor = self.head(self.head_norm(x + self.attn(self.norm(x))))
         return logits
 
-    def activations(self, tokens: torch.Tensor) -> Activations:
-        """Return the layer's queries, keys, values and gates for tokens [B, S]."""
+    def activations(self, tokens: torch.Tensor) -> tuple[Projected, torch.Tensor]:
+        """Return what the layer passes to the kernels for tokens [B, S]; gates [B, S, Hq, 3]."""
         x = self.norm(self._embedded(tokens))
-        projected = self.attn.project(x)
-        k, v = (projected.k_cmp, *projected.k[1:]), (projected.v_cmp, *projected.v[1:])
-        return Activations(projected.q, k, v, self.attn.gate(x))
+        return self.attn.project(x), self.attn.gate(x)
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         padded, length = F.pad(tokens, (RECENT - 1, 0)), tokens.shape[1]

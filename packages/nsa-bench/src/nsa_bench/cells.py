@@ -209,10 +209,5 @@ def _kernel_inputs(x: Inputs, config: NSAConfig, plan: Plan, name: str) -> list[
         return [x.q, k_cmp, lse]
     if name == "combine":
         # Any values will do, but the three branches need separate buffers.
-        return [
-            x.gates,
-            o_cmp,
-            o_cmp.clone(),
-            o_cmp.clone(),
-        ]
+        return [x.gates, o_cmp, o_cmp.clone(), o_cmp.clone()]
     return [x.q, x.k, x.v, plan.select(x.q, k_cmp, lse)]

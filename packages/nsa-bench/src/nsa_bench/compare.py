@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from nsa_bench.result import Measurement, Result
 from nsa_bench.timing import NOT_MEASURED, Performance
@@ -68,18 +69,24 @@ def compare(old: Result, new: Result, *, fail_over: float, force: bool = False) 
     if not before.keys() & after.keys():
         raise InvalidInput("the results have no measurement in common")
     changes = [_change(key, before[key], after[key], fail_over) for key in before if key in after]
-    for key, performance in before.items():
-        # A time that neither file has is not missing. A total that is no CUDA graph is eager.
-        is_compared = key[-1] == "eager" and (*key[:-1], "total") in after
-        if key not in after and performance is not None and not is_compared:
-            changes.append(
-                Change(key, performance.median_ms, None, None, "missing", why_missing(new, key))
-            )
-    for key, performance in after.items():
-        is_compared = key[-1] == "eager" and (*key[:-1], "total") in before
-        if key not in before and performance is not None and not is_compared:
-            changes.append(Change(key, None, performance.median_ms, None, "new"))
-    return changes
+    changes += [
+        Change(key, ms, None, None, "missing", why_missing(new, key))
+        for key, ms in _only_in(before, after)
+    ]
+    return changes + [Change(key, None, ms, None, "new") for key, ms in _only_in(after, before)]
+
+
+def _only_in(
+    times: dict[Key, Performance | None], others: dict[Key, Performance | None]
+) -> Iterator[tuple[Key, float]]:
+    """Yield the median of each time that only the first of two results has.
+
+    A time that neither has is not missing. A total that is no CUDA graph is eager.
+    """
+    for key, performance in times.items():
+        is_compared = key[-1] == "eager" and (*key[:-1], "total") in others
+        if key not in others and performance is not None and not is_compared:
+            yield key, performance.median_ms
 
 
 def regressed(changes: list[Change], allow_missing: bool = False) -> list[Change]:
@@ -121,17 +128,7 @@ def _performances(result: Result) -> dict[Key, Performance | None]:
 
 
 def _key(m: Measurement, part: str) -> Key:
-    return (
-        m.kind,
-        m.subject,
-        m.shape,
-        m.dtype,
-        m.inputs,
-        m.phase,
-        str(m.batch),
-        str(m.length),
-        part,
-    )
+    return (m.kind, m.subject, *map(str, (*m.series, m.length)), part)
 
 
 def _change(key: Key, old: Performance | None, new: Performance | None, fail_over: float) -> Change:
@@ -155,18 +152,13 @@ def _change(key: Key, old: Performance | None, new: Performance | None, fail_ove
 
 def _comparable(old: Performance, new: Performance) -> tuple[Performance, Performance, str]:
     """Return the pair to compare, and a note if the methods differ or eager times replace it."""
-    if old.method == new.method or new.not_captured:
-        return (
-            old,
-            new,
-            f"no longer captured: {new.not_captured}" if old.method != new.method else "",
-        )
+    if old.method == new.method:
+        return old, new, ""
+    if new.not_captured:
+        return old, new, f"no longer captured: {new.not_captured}"
     if old.method == "events" and new.eager is not None:
         return old, new.eager, "eager calls: captured only in the new file"
     if new.method == "events" and old.eager is not None:
         return old.eager, new, "eager calls: captured only in the old file"
-    return (
-        old,
-        new,
-        f"{old.method}, then {new.method}" if "graph" in (old.method, new.method) else "",
-    )
+    is_graph = "graph" in (old.method, new.method)
+    return old, new, f"{old.method}, then {new.method}" if is_graph else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from nsa_bench.render.format import number
 from nsa_bench.result import Crossover, Measurement, Series
@@ -18,41 +18,29 @@ _eager: TimeOf = operator.attrgetter("eager_ms")
 def crossovers(measurements: Sequence[Measurement]) -> list[Crossover]:
     """Return one crossover per combination and series."""
     curves: dict[tuple[str, Series], list[Measurement]] = {}
+    dense: dict[tuple[Series, int], list[Performance]] = {}
     for m in measurements:
         if m.kind == "combo":
             curves.setdefault((m.subject, m.series), []).append(m)
-    dense, eager_dense = (_fastest_dense(measurements, time_of) for time_of in (_median, _eager))
+        elif m.kind == "dense" and m.performance is not None:
+            dense.setdefault((m.series, m.length), []).append(m.performance)
+
+    def pairs(points: Sequence[Measurement], time_of: TimeOf) -> list[tuple[int, float]]:
+        """Return (length, own time / fastest dense time) by length, where both were timed."""
+        return [
+            (m.length, time_of(m.performance) / min(map(time_of, dense[m.series, m.length])))
+            for m in sorted(points, key=lambda m: m.length)
+            if m.performance is not None and (m.series, m.length) in dense
+        ]
+
     result = []
     for (subject, series), points in curves.items():
-        length, sentence = crossing(_pairs(points, dense, _median))
-        eager_length, eager_sentence = crossing(_pairs(points, eager_dense, _eager))
+        length, sentence = crossing(pairs(points, _median))
+        eager_length, eager_sentence = crossing(pairs(points, _eager))
         if eager_sentence != sentence:
             sentence += f"; without CUDA graphs {eager_sentence}"
         result.append(Crossover(subject, *series, length, sentence, eager_length))
     return result
-
-
-def _fastest_dense(
-    measurements: Sequence[Measurement], time_of: TimeOf
-) -> dict[tuple[Series, int], float]:
-    """Return the time of the fastest dense kernel per (series, length)."""
-    best: dict[tuple[Series, int], float] = {}
-    for m in measurements:
-        if m.kind == "dense" and m.performance is not None:
-            key = (m.series, m.length)
-            best[key] = min(time_of(m.performance), best.get(key, math.inf))
-    return best
-
-
-def _pairs(
-    points: Sequence[Measurement], dense: Mapping[tuple[Series, int], float], time_of: TimeOf
-) -> list[tuple[int, float]]:
-    """Return (length, own time / fastest dense time) by ascending length, where both were timed."""
-    return [
-        (m.length, time_of(m.performance) / dense[m.series, m.length])
-        for m in sorted(points, key=lambda m: m.length)
-        if m.performance is not None and (m.series, m.length) in dense
-    ]
 
 
 def crossing(pairs: Sequence[tuple[int, float]]) -> tuple[int | None, str]:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from nsa_bench.timing import (
     Workload,
     measure,
 )
+from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
 from nsa_core.errors import NSAError
 from nsa_core.plan.options import PlanOptions
@@ -72,7 +73,7 @@ class DecodeBench(Bench):
     def plan_and_judge(self, problem: Cell) -> None:
         """Plan the combinations of a cell; judge each once per shape, dtype and page size."""
         s, config = self.settings, problem.config
-        options = step_options(problem, s.device, {})
+        options = step_options(problem, s.device)
         combos = list(s.combos) or ready_combinations(
             self.registry, config, dataclasses.replace(options, batch=None, seq_len=None)
         )
@@ -171,15 +172,16 @@ class DecodeBench(Bench):
         self, cell: Cell, name: str, plan: Plan, workload: Workload, children: contextlib.ExitStack
     ) -> Workload:
         """Let a child process prepare a workload of a plan and take its samples."""
-        s, key = self.settings, workload.key
-        make = functools.partial(
-            step_in_child,
-            *(isolation.only_of(self.registry, plan), cell),
-            *(_options_of(cell, s.device, plan), s.seed),
-            *(name, key.removesuffix(EAGER)),
-        )
+        device, key = self.settings.device, workload.key
+        place = (cell, device, self.settings.seed)
+        planner = self._planner(cell, plan)
+        make = functools.partial(step_in_child, planner, *place, name, key.removesuffix(EAGER))
         limits, eager = (self._limits, self._stop, children), key.endswith(EAGER)
-        return child_call.in_child(workload, make, s.device, *limits, eager=eager, inference=True)
+        return child_call.in_child(workload, make, device, *limits, eager=eager, inference=True)
+
+    def _planner(self, cell: Cell, plan: Plan) -> Callable[[NSAConfig], Plan]:
+        options = step_options(cell, self.settings.device)
+        return isolation.planner(self.registry, plan, options)
 
     def _slot_times(self, cell: Cell, name: str, plan: Plan, x: State) -> dict[str, Outcome]:
         """Return the outcome of each slot within the step of a plan."""
@@ -188,9 +190,7 @@ class DecodeBench(Bench):
             with self._limits.until_deadline():
                 times = within_step(plan, x, self._clock, s.budget_s)
         else:
-            registry = isolation.only_of(self.registry, plan)
-            options = _options_of(cell, s.device, plan)
-            arguments = (registry, cell, options, s.seed, s.budget_s)
+            arguments = (self._planner(cell, plan), cell, s.device, s.seed, s.budget_s)
             limit_s = self._deadline - time.monotonic()
             try:
                 times = isolation.call_in_child(
@@ -237,8 +237,8 @@ def _costs(cell: Cell) -> dict[str, Cost]:
     return step_costs(cell.config, cell.batch, cell.length, element)
 
 
-def step_options(cell: Cell, device: str, backends: Mapping[str, str]) -> PlanOptions:
-    """Return the options of a plan for a step of a cell."""
+def step_options(cell: Cell, device: str) -> PlanOptions:
+    """Return the options of a plan for a step of a cell, for the backends that ``auto`` chooses."""
     return PlanOptions(
         device=device,
         dtype=getattr(torch, cell.dtype),
@@ -246,37 +246,31 @@ def step_options(cell: Cell, device: str, backends: Mapping[str, str]) -> PlanOp
         page_size=cell.page_size,
         batch=cell.batch,
         seq_len=cell.length,
-        backends=dict(backends),
     )
 
 
-def _options_of(cell: Cell, device: str, plan: Plan) -> PlanOptions:
-    """Return options that name the backend of each slot of a plan."""
-    return step_options(cell, device, {s: choice.backend for s, choice in plan.choices.items()})
-
-
 def step_in_child(
-    registry: Registry, cell: Cell, options: PlanOptions, seed: int, name: str, key: str
+    planner: Callable[[NSAConfig], Plan], cell: Cell, device: str, seed: int, name: str, key: str
 ) -> Workload:
     """Return a workload of a plan; call it in a child process.
 
     Args:
-        registry: The backends.
+        planner: Returns the plan.
         cell: The cell.
-        options: Options of the plan, with the backend of each slot.
+        device: The device of the run.
         seed: Seed of the random tensors.
         name: Name of the plan's combination.
         key: Key of the workload.
     """
-    device, plan = str(options.device), resolve(cell.config, options, registry=registry)
+    plan = planner(cell.config)
     workloads = step_workloads(name, plan, lambda: make_state(cell, device, seed), cell, device)
     return next(workload for workload in workloads if workload.key == key)
 
 
 @torch.inference_mode()
 def slots_in_child(
-    registry: Registry, cell: Cell, options: PlanOptions, seed: int, budget_s: float
+    planner: Callable[[NSAConfig], Plan], cell: Cell, device: str, seed: int, budget_s: float
 ) -> dict[str, Performance]:
     """Time each slot within the step of a plan; call it in a child process."""
-    device, plan = str(options.device), resolve(cell.config, options, registry=registry)
-    return within_step(plan, make_state(cell, device, seed), clock_for(device), budget_s)
+    plan, state = planner(cell.config), make_state(cell, device, seed)
+    return within_step(plan, state, clock_for(device), budget_s)

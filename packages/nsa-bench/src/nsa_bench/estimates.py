@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import NamedTuple
 
 from nsa_bench.cells import Cell
 from nsa_bench.timing import NOT_MEASURED
@@ -14,9 +14,6 @@ SLOWDOWN = 100.0
 CHILD_MS = 300.0
 # An estimate from one probe may be this many times too long; only above it a call is not tried.
 PROBE_ERROR = 4.0
-
-
-_Curve = tuple[str, ...]  # a workload at any length
 
 
 def probe_length(cell: Cell, device: str) -> int:
@@ -32,19 +29,14 @@ def probe_length(cell: Cell, device: str) -> int:
     return short if cell.length <= every else max(short, min(cell.length, every + block))
 
 
-class _Probe(NamedTuple):
-    """One call of a subject on fewer tokens, and the time of the cell's call estimated from it."""
-
-    length: int
-    expected_ms: float
-
-
 class Estimates:
     """Known times of each subject, by the number of tokens."""
 
     def __init__(self) -> None:
-        self._measured: dict[_Curve, list[tuple[int, float]]] = {}
-        self._probes: dict[tuple[_Curve, int], _Probe] = {}
+        # (workload, cell of length 0) -> (length, ms) of each measured call
+        self._measured: dict[tuple[str, Cell], list[tuple[int, float]]] = {}
+        # (workload, cell) -> length of a call on fewer tokens, and the ms estimated from it
+        self._probes: dict[tuple[str, Cell], tuple[int, float]] = {}
 
     def add(self, cell: Cell, key: str, time_ms: float) -> None:
         """Add a measured time."""
@@ -52,7 +44,7 @@ class Estimates:
 
     def add_probe(self, cell: Cell, key: str, length: int, expected_ms: float) -> None:
         """Add the estimate for ``cell`` from a call on ``length`` tokens."""
-        self._probes[_curve(cell, key), cell.length] = _Probe(length, expected_ms)
+        self._probes[key, cell] = (length, expected_ms)
 
     def expected_ms(self, cell: Cell, key: str) -> float | None:
         """Return the expected time of a call; None if nothing is known.
@@ -62,8 +54,7 @@ class Estimates:
         """
         measured = self._measured.get(_curve(cell, key))
         if measured is None:
-            probe = self._probes.get((_curve(cell, key), cell.length))
-            return None if probe is None else probe.expected_ms
+            return self._probes.get((key, cell), (0, None))[1]
         (length, time_ms), power = measured[-1], 2.0
         if len(measured) > 1:
             earlier, earlier_ms = measured[-2]
@@ -73,13 +64,11 @@ class Estimates:
     def too_long(self, cell: Cell, key: str, max_call_s: float) -> str:
         """Return why a call is not tried: it would exceed the limit; "" if it is tried."""
         expected_ms = self.expected_ms(cell, key)
-        if expected_ms is None:
-            return ""
         is_measured = _curve(cell, key) in self._measured
-        probe = self._probes.get((_curve(cell, key), cell.length))
-        if expected_ms <= max_call_s * 1e3 * (1.0 if is_measured else PROBE_ERROR):
+        limit_ms = max_call_s * 1e3 * (1.0 if is_measured else PROBE_ERROR)
+        if expected_ms is None or expected_ms <= limit_ms:
             return ""
-        source = "" if is_measured or probe is None else f", judged by one of {probe.length} tokens"
+        source = "" if is_measured else f", judged by one of {self._probes[key, cell][0]} tokens"
         expected_s = expected_ms / 1e3
         about = f"{expected_s:.2g}" if expected_s < 10 else f"{expected_s:.0f}"
         return (
@@ -88,5 +77,5 @@ class Estimates:
         )
 
 
-def _curve(cell: Cell, key: str) -> _Curve:
-    return (key, cell.shape, cell.dtype, cell.inputs, cell.phase)
+def _curve(cell: Cell, key: str) -> tuple[str, Cell]:
+    return key, dataclasses.replace(cell, length=0)

@@ -57,10 +57,14 @@ def gate_case(config: NSAConfig, device: str, seed: int) -> Case:
 
 
 def judge_plan(
-    plan: Plan, case: Case, dtype: torch.dtype, device: str, gradients: bool
+    planner: Callable[[NSAConfig], Plan],
+    case: Case,
+    dtype: torch.dtype,
+    device: str,
+    gradients: bool,
 ) -> list[str]:
-    """Judge every slot of a plan on ``case``; return one line per tensor that fails."""
-    data = case.data(dtype, device)
+    """Plan for ``case`` and judge every slot on it; return one line per tensor that fails."""
+    plan, data = planner(case.config), case.data(dtype, device)
     findings = Findings("gate", case, dtype)
     return [
         f"{slot} ({plan.choices[slot].backend}) {finding.quantity}: {finding.detail}"

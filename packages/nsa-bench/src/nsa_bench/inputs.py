@@ -73,8 +73,9 @@ def make_inputs(
     if kind == "real":
         model = model or untrained(dataclasses.replace(config, dim=REAL_DIM), seed)
         with torch.no_grad():
-            real = model.to(device).activations(byte_tokens(text, batch, length, device))
-        q, k, v, gates = real.q, real.k[1], real.v[1], real.gates
+            tokens = byte_tokens(text, batch, length, device)
+            projected, gates = model.to(device).activations(tokens)
+        q, k, v = projected.q, projected.k[1], projected.v[1]
     elif kind == "random":
         q, k, v = (
             normal(config.n_heads, config.qk_dim),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +11,10 @@ from typing import Any
 import torch
 
 from nsa_bench.gate import Judge, failures_of
+from nsa_core.config import NSAConfig
 from nsa_core.errors import NSAError
-from nsa_core.plan.plan import Plan
+from nsa_core.plan.options import PlanOptions
+from nsa_core.plan.plan import Plan, resolve
 from nsa_core.plan.registry import Registry
 from nsa_core.util.child import Child
 from nsa_verify.isolation.call_guard import guarded_calls
@@ -33,6 +37,19 @@ def only_of(registry: Registry, plan: Plan) -> Registry:
     used = {choice.backend for choice in plan.choices.values()}
     entries = (e for e in registry.entries if e.child is None or e.name in used)
     return Registry(tuple(entries))
+
+
+def planner(registry: Registry, plan: Plan, options: PlanOptions) -> Callable[[NSAConfig], Plan]:
+    """Return a function that plans with the backends of ``plan``; pickle can send it to a child.
+
+    Args:
+        registry: The installed backends.
+        plan: The plan.
+        options: Its options; their backends do not count.
+    """
+    backends = {slot: choice.backend for slot, choice in plan.choices.items()}
+    named = dataclasses.replace(options, backends=backends)
+    return functools.partial(resolve, options=named, registry=only_of(registry, plan))
 
 
 def call_in_child(function: Callable[..., Any], *arguments: Any, limit_s: float, doing: str) -> Any:

@@ -17,18 +17,17 @@ import torch
 from nsa_bench import cells, entries, isolation
 from nsa_bench.baselines import Baseline
 from nsa_bench.cells import Cell
-from nsa_bench.gate import gate_case
+from nsa_bench.gate import gate_case, judge_plan
 from nsa_bench.rivals import check_rivals
 from nsa_bench.roofline import Peaks
 from nsa_bench.run import Bench, Subject
 from nsa_bench.settings import Settings
 from nsa_bench.slow_calls import SlowCalls
-from nsa_bench.subjects import Subjects, judge_combo
+from nsa_bench.subjects import Subjects
 from nsa_bench.timing import Outcome, measure
 from nsa_core.errors import InvalidInput
 from nsa_core.plan.default_plan import planned_length
-from nsa_core.plan.options import PlanOptions
-from nsa_core.plan.plan import Plan
+from nsa_core.plan.plan import Plan, resolve
 from nsa_core.plan.registry import Registry
 from nsa_verify.problems.combination import ready_combinations
 
@@ -86,26 +85,30 @@ class PrefillBench(Bench):
 
     def plan_and_judge(self, problem: Cell) -> None:
         """Plan and judge the combinations of a shape and dtype."""
-        s, dtype, config = self.settings, getattr(torch, problem.dtype), problem.config
-        options = PlanOptions(device=s.device, dtype=dtype, needs_grad=self._subjects.gradients)
-        combos = list(s.combos) or ready_combinations(self.registry, config, options)
+        s, subjects, config = self.settings, self._subjects, problem.config
+        combos = list(s.combos) or ready_combinations(
+            self.registry, config, subjects.options(problem.dtype)
+        )
         case = gate_case(config, s.device, s.seed)
         judged = []
         lengths = dict.fromkeys(planned_length(length, False) for length in sorted(s.lengths))
         for seq_len, combo in itertools.product(lengths, combos):
             if self._stop.received:
                 return
+            options = subjects.options(problem.dtype, seq_len)
+            named = dataclasses.replace(options, backends=dict(combo.backends))
             plan, gate_plan = (
-                self._subjects.plan(each, dtype, combo, seq_len) for each in (config, case.config)
+                resolve(each, named, registry=self.registry) for each in (config, case.config)
             )
-            self._subjects.add(combo, problem.shape, problem.dtype, seq_len, plan)
+            subjects.add(combo.name, problem, seq_len, plan)
             where = f"{problem.shape} {problem.dtype}"
             entries.record_backends(self._combos, combo.name, plan, where, seq_len)
             backends = {slot: choice.backend for slot, choice in gate_plan.choices.items()}
             if (combo, backends) not in judged:
                 judged.append((combo, backends))
-                registry = isolation.only_of(self.registry, gate_plan)
-                judge = functools.partial(judge_combo, s, registry, combo, case, dtype, seq_len)
+                planner = isolation.planner(self.registry, gate_plan, options)
+                target = (case, getattr(torch, problem.dtype), s.device, subjects.gradients)
+                judge = functools.partial(judge_plan, planner, *target)
                 self.judge(combo.name, problem, gate_plan, case.name, judge)
 
     def plans_of(self, cell: Cell) -> dict[str, Plan]:

@@ -14,11 +14,9 @@ def library_text(at_least: int) -> bytes:
     still be shorter, and it differs between versions of Python.
     """
     text = "\n\n".join(_reference()).encode()
-    return (
-        text
-        if len(text) >= at_least
-        else text + "\n\n".join(_docstrings()).encode(errors="replace")
-    )
+    if len(text) < at_least:
+        text += "\n\n".join(_docstrings()).encode(errors="replace")
+    return text
 
 
 def library_documents() -> list[str]:

@@ -16,7 +16,6 @@ from nsa_bench.roofline import PARTS, Peaks
 from nsa_bench.timing import FAILED, Performance
 from nsa_core.errors import InvalidInput
 from nsa_core.limits import COUNT, shown
-from nsa_core.util.interruption import Interruption
 from nsa_core.util.text import escape_control, one_line
 
 SCHEMA_VERSION = 1
@@ -154,11 +153,6 @@ class Interrupted:
     signal: str
     cells_left: int
     cells: int
-
-    @classmethod
-    def by(cls, stop: Interruption, left: int, cells: int) -> Interrupted | None:
-        """Return the interruption of a run; None if no cell is left."""
-        return cls(stop.name, left, cells) if left else None
 
 
 @dataclasses.dataclass(frozen=True)

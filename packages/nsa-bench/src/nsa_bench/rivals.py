@@ -84,13 +84,11 @@ def _fla(config: NSAConfig) -> Baseline:
         reason = "the package fla-core is not installed"
     elif heads < 16 or heads & (heads - 1):
         reason = f"needs 16, 32, 64, ... query heads per kv head, got {heads}"
-    else:
-        reason = ""
-        if (config.init_blocks, config.local_blocks) != (1, 2):
-            reason = (
-                f"always selects the first block and the last 2, not the first {config.init_blocks}"
-                f" and the last {config.local_blocks}"
-            )
+    elif (config.init_blocks, config.local_blocks) != (1, 2):
+        reason = (
+            f"always selects the first block and the last 2, not the first {config.init_blocks}"
+            f" and the last {config.local_blocks}"
+        )
     return Baseline(f"fla NSA, l=d={block}", forward, reason, KIND, computes)
 
 

@@ -192,7 +192,7 @@ class Bench(abc.ABC):
             measurements=self._measurements,
             crossovers=crossovers([m for m in self._measurements if m.phase != "decode"]),
             seconds=round(time.monotonic() - self._started, 2),
-            interrupted=Interrupted.by(stop, left, len(cells)),
+            interrupted=Interrupted(stop.name, left, len(cells)) if left else None,
         )
 
     def judge(self, combo: str, problem: Cell, plan: Plan, case: str, judge: Judge) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunSettings(abc.ABC):
+class RunSettings:
     """Settings that every benchmark has.
 
     Attributes:
@@ -42,11 +41,8 @@ class RunSettings(abc.ABC):
     cell_limit_s: float = 60.0
     time_limit_s: float = 420.0
 
-    @abc.abstractmethod
     def as_json(self) -> dict[str, Any]:
         """Return the settings as a result file stores them."""
-
-    def _common(self) -> dict[str, Any]:
         import torch
 
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -89,7 +85,7 @@ class Settings(RunSettings):
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings as a result file stores them, with the text's length for the text."""
-        values = self._common() | {"shapes": [shape.name for shape in self.shapes]}
+        values = super().as_json() | {"shapes": [shape.name for shape in self.shapes]}
         values.pop("checkpoints")
         return values | {"text_bytes": len(values.pop("text"))}
 
@@ -140,7 +136,7 @@ class DecodeSettings(RunSettings):
         ]
         shapes = list(dict.fromkeys(c.shape.name for c in self.cells))
         described = {"phases": ["decode"], "inputs": ["random"]}
-        return self._common() | {"cells": cells, "shapes": shapes} | described
+        return super().as_json() | {"cells": cells, "shapes": shapes} | described
 
 
 def default_cells(device: str) -> list[DecodeCell]:

@@ -1,18 +1,18 @@
 """The subjects of a prefill run: plans, workloads and costs of its combinations and baselines.
 
-A child process builds them again from the settings, to judge or to time one of them.
+A child process builds them again from the settings, to time one of them.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
 from nsa_bench import cells, isolation, roofline
 from nsa_bench.baselines import Baseline, dense_baselines
 from nsa_bench.cells import Cell
-from nsa_bench.gate import judge_plan
 from nsa_bench.inputs import Inputs, load_models, make_inputs
 from nsa_bench.rivals import rivals
 from nsa_bench.roofline import Cost, Peaks
@@ -21,10 +21,8 @@ from nsa_bench.timing import Workload
 from nsa_core.config import NSAConfig
 from nsa_core.plan.default_plan import planned_length
 from nsa_core.plan.options import PlanOptions
-from nsa_core.plan.plan import Plan, resolve
+from nsa_core.plan.plan import Plan
 from nsa_core.plan.registry import Registry
-from nsa_verify.problems.cases import Case
-from nsa_verify.problems.combination import Combination
 
 
 class Subjects:
@@ -46,21 +44,21 @@ class Subjects:
 
     def __init__(self, settings: Settings, registry: Registry) -> None:
         self.settings, self._registry = settings, registry
-        self.gradients = _needs_gradients(settings)
+        self.gradients = any(phase != "forward" for phase in settings.phases)
         self.models = load_models(settings.checkpoints, settings.shapes, settings.inputs)
         self.skipped: dict[str, str] = {}
         # (shape, dtype, planned length) -> combination -> plan
         self._plans: dict[tuple[str, str, int | None], dict[str, Plan]] = {}
-        # (combination, shape, dtype) -> how the user named it
-        self._combinations: dict[tuple[str, str, str], Combination] = {}
         self._dense: dict[str, list[Baseline]] = {}
 
-    def add(
-        self, combo: Combination, shape: str, dtype: str, seq_len: int | None, plan: Plan
-    ) -> None:
-        """Add a combination with its plan."""
-        self._plans.setdefault((shape, dtype, seq_len), {})[combo.name] = plan
-        self._combinations[combo.name, shape, dtype] = combo
+    def add(self, combo: str, problem: Cell, seq_len: int | None, plan: Plan) -> None:
+        """Add a combination with its plan for calls of a planned length."""
+        self._plans.setdefault((problem.shape, problem.dtype, seq_len), {})[combo] = plan
+
+    def options(self, dtype: str, seq_len: int | None = None) -> PlanOptions:
+        """Return the options of a plan, for the backends that ``auto`` chooses."""
+        where = {"device": self.settings.device, "dtype": getattr(torch, dtype)}
+        return PlanOptions(**where, needs_grad=self.gradients, seq_len=seq_len)
 
     def in_child(self, cell: Cell, combo: str, key: str) -> functools.partial[Workload]:
         """Return a function that sets up a workload of a cell, to be called in a child process.
@@ -70,22 +68,11 @@ class Subjects:
             combo: Name of the combination whose total or kernel is timed; "" for a baseline.
             key: Key of the workload.
         """
-        plan = self.plans_of(cell).get(combo)
-        return functools.partial(
-            workload_in_child,
-            self.settings,
-            isolation.only_of(self._registry, plan) if plan else self._registry,
-            self._combinations.get((combo, cell.shape, cell.dtype)),
-            cell,
-            key,
-        )
-
-    def plan(
-        self, config: NSAConfig, dtype: torch.dtype, combo: Combination, seq_len: int | None
-    ) -> Plan:
-        """Return the plan that a call with these backends would use."""
-        options = _options(self.settings, dtype, combo, seq_len)
-        return resolve(config, options, registry=self._registry)
+        plan, planner = self.plans_of(cell).get(combo), None
+        if plan is not None:
+            options = self.options(cell.dtype, planned_length(cell.length, False))
+            planner = isolation.planner(self._registry, plan, options)
+        return functools.partial(workload_in_child, self.settings, planner, combo, cell, key)
 
     def plans_of(self, cell: Cell) -> dict[str, Plan]:
         """Return the plan of each combination that was added for a cell."""
@@ -150,51 +137,24 @@ class Subjects:
         return roofline.part_costs(config, cell.batch, cell.length, element, cell.phase)
 
 
-def _needs_gradients(settings: Settings) -> bool:
-    return any(phase != "forward" for phase in settings.phases)
-
-
-def _options(
-    settings: Settings, dtype: torch.dtype, combo: Combination, seq_len: int | None
-) -> PlanOptions:
-    return PlanOptions(
-        device=settings.device,
-        dtype=dtype,
-        backends=dict(combo.backends),
-        needs_grad=_needs_gradients(settings),
-        seq_len=seq_len,
-    )
-
-
 def workload_in_child(
-    settings: Settings, registry: Registry, combo: Combination | None, cell: Cell, key: str
+    settings: Settings,
+    planner: Callable[[NSAConfig], Plan] | None,
+    combo: str,
+    cell: Cell,
+    key: str,
 ) -> Workload:
     """Set up one workload of a cell in a child process.
 
     Args:
         settings: The settings of the run.
-        registry: Its backends.
-        combo: The combination whose total or kernel is timed; None for a baseline.
+        planner: Returns the plan whose total or kernel is timed; None for a baseline.
+        combo: The name of the plan's combination.
         cell: The cell.
         key: Key of the workload.
     """
-    subjects, plans = Subjects(settings, registry), {}
-    if combo is not None:
-        dtype, seq_len = getattr(torch, cell.dtype), planned_length(cell.length, False)
-        options = _options(settings, dtype, combo, seq_len)
-        plans[combo.name] = resolve(cell.config, options, registry=registry)
-    baselines = [] if combo else [b for b in subjects.baselines(cell) if b.name == key]
+    subjects, plans = Subjects(settings, Registry(())), dict[str, Plan]()
+    if planner is not None:
+        plans[combo] = planner(cell.config)
+    baselines = [] if plans else [b for b in subjects.baselines(cell) if b.name == key]
     return next(w for w in subjects.workloads(cell, plans, baselines) if w.key == key)
-
-
-def judge_combo(
-    settings: Settings,
-    registry: Registry,
-    combo: Combination,
-    case: Case,
-    dtype: torch.dtype,
-    seq_len: int | None,
-) -> list[str]:
-    """Plan and judge a combination, in this process or in a child."""
-    plan = resolve(case.config, _options(settings, dtype, combo, seq_len), registry=registry)
-    return judge_plan(plan, case, dtype, settings.device, _needs_gradients(settings))

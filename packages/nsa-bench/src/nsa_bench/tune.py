@@ -12,21 +12,13 @@ from nsa_bench import isolation
 from nsa_bench.child_call import in_child, not_here
 from nsa_bench.clocks import clock_for
 from nsa_bench.environment import device_name
-from nsa_bench.gate import NOT_CORRECT, failures_of, gate_case, gate_of
+from nsa_bench.gate import NOT_CORRECT, failures_of, gate_case, gate_of, judge_plan
 from nsa_bench.limits import Limits, lacks_memory
 from nsa_bench.result import Gate
 from nsa_bench.roofline import part_costs
 from nsa_bench.shapes import Shape
 from nsa_bench.timing import FAILED, Workload, measure
-from nsa_bench.tune_candidates import (
-    PHASES,
-    TuneCandidate,
-    TuneCandidates,
-    isolated_workload,
-    judge_isolated,
-    judge_of,
-    workload_of,
-)
+from nsa_bench.tune_candidates import PHASES, TuneCandidate, TuneCandidates
 from nsa_core.contract import SLOTS, Request
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
@@ -90,7 +82,6 @@ def tune(
 
     Raises:
         InvalidInput: The inputs exceed the memory of the device.
-        Unsupported, BackendUnavailable: No backend accepts a slot.
     """
     element = candidates.dtype.itemsize
     least = part_costs(candidates.config, 1, length, element, "forward")["total"].bytes
@@ -108,29 +99,28 @@ def tune(
         of_use = [c for c in candidates.accepted if c.use == use]
         correct = []
         for candidate in of_use:
-            gate = _gate(candidates, candidate, case)
+            gate = _gate(candidate, case)
             gates.append(gate)
             if not _is_at_fault(candidate, gate):
                 correct.append(candidate)
             advance(f"gate {candidate.slot}={candidate.backend}, {use}")
-        times += _timed(candidates, of_use, correct, length, seed, budget_s)
+        times += _timed(candidates.device, of_use, correct, length, seed, budget_s)
         of_slots = [time for time in times if time.use == use]
         records += _records(of_slots, candidates.requests[use], name, length)
         advance(f"timed {use}")
     return Tuning(name, times, gates, records)
 
 
-def _gate(candidates: TuneCandidates, candidate: TuneCandidate, case: Case) -> Gate:
+def _gate(candidate: TuneCandidate, case: Case) -> Gate:
     """Judge a candidate, in a child process if it is isolated."""
+    target = (case, candidate.dtype, candidate.device, candidate.use == "training")
+    judge = functools.partial(judge_plan, candidate.plan, *target)
+    run = functools.partial(failures_of, judge)
     if candidate.isolated:
-        own = (candidates.for_child(candidate), candidate, case)
-        judge = functools.partial(judge_isolated, *own)
-        limits = (candidates.device, float("inf"))
+        limits = (candidate.device, float("inf"))
         run = functools.partial(isolation.failures_in_child, judge, *limits)
-    else:
-        run = functools.partial(failures_of, judge_of(candidates, candidate, case))
-    combo, shape = f"{candidate.slot}={candidate.backend}", Shape.of(candidates.config).name
-    return gate_of(combo, shape, dtype_name(candidates.dtype), case.name, run)
+    combo, shape = f"{candidate.slot}={candidate.backend}", Shape.of(candidate.config).name
+    return gate_of(combo, shape, dtype_name(candidate.dtype), case.name, run)
 
 
 def _is_at_fault(candidate: TuneCandidate, gate: Gate) -> bool:
@@ -144,7 +134,7 @@ def _is_at_fault(candidate: TuneCandidate, gate: Gate) -> bool:
 
 
 def _timed(
-    candidates: TuneCandidates,
+    device: str,
     of_use: list[TuneCandidate],
     correct: list[TuneCandidate],
     length: int,
@@ -152,15 +142,15 @@ def _timed(
     budget_s: float,
 ) -> list[SlotTime]:
     """Time the ``correct`` ones of the candidates of a use, in turns."""
-    x = candidates.inputs(length, seed)
     with contextlib.ExitStack() as children:
+        inputs = functools.cache(lambda: of_use[0].inputs(length, seed))  # equal for all
         workloads = [
-            _workload_in_child(candidates, candidate, length, seed, children)
+            _workload_in_child(candidate, length, seed, children)
             if candidate.isolated
-            else workload_of(candidates, candidate, x)
+            else candidate.workload(inputs())
             for candidate in correct
         ]
-        outcomes = measure(workloads, clock_for(candidates.device), budget_s=budget_s)
+        outcomes = measure(workloads, clock_for(device), budget_s=budget_s)
     times = []
     for c in of_use:
         outcome = outcomes.get(c.key)
@@ -171,22 +161,16 @@ def _timed(
 
 
 def _workload_in_child(
-    candidates: TuneCandidates,
-    candidate: TuneCandidate,
-    length: int,
-    seed: int,
-    children: contextlib.ExitStack,
+    candidate: TuneCandidate, length: int, seed: int, children: contextlib.ExitStack
 ) -> Workload:
     """Return the workload of a candidate that runs in a child process, which ``children`` ends."""
     limits = dataclasses.replace(
-        Limits.of_run(float("inf"), CALL_LIMIT_S, candidates.device),
+        Limits.of_run(float("inf"), CALL_LIMIT_S, candidate.device),
         too_slow=f"{FAILED}: a call did not end within {CALL_LIMIT_S:g} s",
     )
-    make = functools.partial(
-        isolated_workload, candidates.for_child(candidate), candidate, length, seed
-    )
+    make = functools.partial(candidate.own_workload, length, seed)
     workload = Workload(candidate.key, not_here)
-    return in_child(workload, make, candidates.device, limits, NEVER, children)
+    return in_child(workload, make, candidate.device, limits, NEVER, children)
 
 
 def _records(

@@ -48,13 +48,8 @@ def length_panel(measurements: list[Measurement], result: Result, looks: dict[st
         _LEFT,
         _HEIGHT,
         labels=labels,
-        right=labels_width(labels),
+        right=max(1.6, text_width(labels, LABEL_POINTS) + 0.55),
     )
-
-
-def labels_width(labels: Sequence[str]) -> float:
-    """Return the room in inches for the labels of lines right of the axes."""
-    return max(1.6, text_width(labels, LABEL_POINTS) + 0.55)
 
 
 def curves(measurements: Sequence[Measurement]) -> dict[str, list[Measurement]]:

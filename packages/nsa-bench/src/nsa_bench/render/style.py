@@ -136,24 +136,16 @@ def looks_of(result: Result) -> dict[str, Look]:
     The variants of a combination in a decode result share its hue.
     """
     looks: dict[str, Look] = {}
-    nsa = list(
-        dict.fromkeys(
-            base_subject(m.subject) for m in result.measurements if m.kind in ("combo", "layer")
-        )
-    )
-    others = list(
-        dict.fromkeys(
-            base_subject(m.subject) for m in result.measurements if m.kind in ("dense", "rival")
-        )
-    )
+    names: dict[bool, list[str]] = {True: [], False: []}  # whether it is NSA -> names
     for m in result.measurements:
-        base = base_subject(m.subject)
-        if m.kind in ("combo", "layer"):
-            index = nsa.index(base)
+        is_nsa, base = m.kind in ("combo", "layer"), base_subject(m.subject)
+        if base not in names[is_nsa]:
+            names[is_nsa].append(base)
+        index = names[is_nsa].index(base)
+        if is_nsa:
             marker = _MARKERS[index % len(_MARKERS)]
             looks[m.subject] = Look(NSA_COLOURS[index % len(NSA_COLOURS)], SOLID, marker, 2.4)
         else:
-            index = others.index(base)
             looks[m.subject] = Look(GREYS[index % len(GREYS)], _DASHES[index % len(_DASHES)])
     return looks
 

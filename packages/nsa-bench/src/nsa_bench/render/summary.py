@@ -48,20 +48,10 @@ def _decode_notes(result: Result) -> Iterator[str]:
             "slots one by one: the step run slot by slot. The step itself is fused, so its parts"
             " cannot be timed."
         )
-    steps = [m for m in result.measurements if m.phase == "decode"]
-    methods = {
-        part.performance.method for m in steps for part in m.parts.values() if part.performance
-    }
-    within = {method for method in methods if method.startswith("within")}
-    if within:
+    if any(part.performance for m in result.measurements for part in m.parts.values()):
         yield (
             "slots: timed within a step; on a GPU, the time of a graph up to a slot minus that of"
             " the graph up to the slot before. %: share of the step."
-        )
-    if methods - within:  # older result files, which time each slot alone
-        yield (
-            "slots: each timed alone, with its own start and end, so their sum may exceed the time"
-            " of the step. %: share of the step."
         )
     yield "CV %: standard deviation of 5 repeats over their mean."
     yield "GB/s: bytes that a step must move, over its time."
