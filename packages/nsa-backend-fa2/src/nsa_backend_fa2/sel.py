@@ -210,15 +210,10 @@ def backward(
             _rows(x, chunk) for x in (flat_do, flat_q, flat_o, flat_lse)
         )
         attention = _attention(chunk, heads // groups, call)
-        grads = attend_backward(
-            do_rows,
-            q_rows,
-            _gather(k, chunk.key),
-            _gather(v, chunk.key),
-            o_rows,
-            lse_rows.view(1, -1),
-            attention,
-        )
+        gathered = [_gather(x, chunk.key) for x in (k, v)]
+        tensors = [do_rows, q_rows, *gathered, o_rows, lse_rows.view(1, -1)]
+        grads = attend_backward(tensors, attention)
+        del gathered, tensors
         blank = (chunk.cu.diff() == 0).repeat_interleave(heads // groups).view(-1, heads, 1)
         dq[chunk.first : chunk.last] = (
             grads[0].reshape(-1, heads, q.shape[-1]).masked_fill(blank, 0)

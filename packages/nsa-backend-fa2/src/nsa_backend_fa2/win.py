@@ -81,5 +81,6 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv, shaped like q, k and v."""
     keys = _Keys.of(q, call)
-    dq, dk, dv = attend_backward(do, q, keys.rows(k), keys.rows(v), o, lse, keys.attention)
+    tensors = [do, q, keys.rows(k), keys.rows(v), o, lse]
+    dq, dk, dv = attend_backward(tensors, keys.attention)
     return dq, pad_rows(dk, keys.first, k.shape[-3]), pad_rows(dv, keys.first, k.shape[-3])

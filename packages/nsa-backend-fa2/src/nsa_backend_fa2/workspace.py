@@ -12,12 +12,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from nsa_backend_fa2 import flash4, providers
-from nsa_backend_fa2.providers import Attention
+from nsa_backend_fa2.providers import Attention, Gradients
 from nsa_backend_fa2.sel import keys_per_token, tokens_per_chunk
 from nsa_core.contract import Request
 from nsa_core.dryrun import PeakBytes, call_slot, slot_inputs
@@ -99,21 +100,14 @@ class AllocationsOnly:
         return o, lse
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        attention: Attention,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, tensors: Sequence[Tensor], attention: Attention, out: Tensor | None = None
+    ) -> Gradients:
         """Allocate dq, dk and dv, and the buffers of the library.
 
         The buffers are dq and rowsum(do * o) in fp32, and dk and dv per query head if heads share
         keys. Those of FlashAttention-4 are the LSE too, and dk and dv per kv head in fp32.
         """
+        do, q, k, v, o, _ = tensors
         is_flash4 = self._flash4 and attention.causal
         copied = (do, o) if self._copies_strided and not is_flash4 else ()
         buffers = [x.contiguous() for x in copied]
