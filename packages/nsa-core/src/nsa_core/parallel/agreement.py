@@ -61,16 +61,8 @@ def agreed(
             arguments that differ, and their ranks. All ranks raise.
         Exception: ``prepare`` raised it, and nothing else differs.
     """
-    return _compared(prepare, values, group, x.device) if is_compared(x) else prepare()
-
-
-def _compared(
-    prepare: Callable[[], Prepared],
-    values: Callable[[Prepared | None], Mapping[str, object]],
-    group: str,
-    device: torch.device,
-) -> Prepared:
-    """Return the result of ``prepare`` after all ranks have compared their calls."""
+    if not is_compared(x):
+        return prepare()
     result: Prepared | None = None
     error: Exception | None = None
     try:
@@ -79,7 +71,7 @@ def _compared(
         error = raised
     mine = values(result)
     digests = [_digest(value) for value in mine.values()]
-    every = _gathered([*digests, int(error is not None)], group, device)
+    every = _gathered([*digests, int(error is not None)], group, x.device)
     ranks = dist.get_process_group_ranks(group_of(group))
     refusing = [rank for rank, row in zip(ranks, every) if row[-1]]
     problems, differing = [], {}
