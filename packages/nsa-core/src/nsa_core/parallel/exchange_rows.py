@@ -247,7 +247,7 @@ class _Extended(torch.autograd.Function):
         widths: list[int],
     ) -> tuple[torch.Tensor, ...]:
         joint = [torch.cat(pair, -1) for pair in ((k_win, v_win), (k_raw, v_raw))]
-        win, raw = extend(*joint, ranks.total, ranks.layout, widths, ranks.group)
+        win, raw = extend(joint, ranks.total, ranks.layout, widths, ranks.group)
         ctx.ranks, ctx.widths, ctx.dtype = ranks, widths, k_win.dtype
         dk, dk_raw, raw = k_win.shape[-1], k_raw.shape[-1], raw.flatten(0, 1)
         pairs = [(win[j][..., :dk], win[j][..., dk:]) for j in range(len(ranks.pieces))]
@@ -260,7 +260,7 @@ class _Extended(torch.autograd.Function):
         raw = torch.cat(grads[-2:], -1).unflatten(0, (pieces, -1))
         precise = sum_dtype(ctx.dtype, ranks.reduce)
         arguments = (ranks.total, ranks.layout, ctx.widths, ranks.group, precise)
-        d_win, d_raw = (total.to(ctx.dtype) for total in extend_back(win, raw, *arguments))
+        d_win, d_raw = (total.to(ctx.dtype) for total in extend_back([win, raw], *arguments))
         dk, dk_raw = grads[0].shape[-1], grads[-2].shape[-1]
         gradients = (d_win[..., :dk], d_win[..., dk:], d_raw[..., :dk_raw], d_raw[..., dk_raw:])
         return (*gradients, None, None)
