@@ -17,9 +17,10 @@ from torch import Tensor
 
 from nsa_backend_sdpa import engine
 from nsa_backend_sdpa.device import chunks, device_type
-from nsa_backend_sdpa.engine import ieee_products, operand_dtype, stats_dtype
+from nsa_backend_sdpa.engine import ieee_products, operand_dtype
 from nsa_backend_sdpa.tiles import Tiles, as_rows, from_rows, gather, make_tiles, widened
 from nsa_core.contract import SlotCall
+from nsa_core.dtypes import stats_dtype
 from nsa_core.packing import token_positions
 
 
@@ -31,20 +32,16 @@ class _QueryChunk(NamedTuple):
     hidden: Tensor  # bool [t * G, 1, 1, n * l']
 
 
-def _key_call(q: Tensor, k: Tensor, call: SlotCall) -> tuple[int, SlotCall]:
-    """Return how many rows of the keys queries may see, and a call whose tiles are their blocks.
+def _visible(q: Tensor, k: Tensor, call: SlotCall) -> tuple[slice, Tiles]:
+    """Return the rows of the keys that queries may see, and these rows as blocks.
 
-    Boundaries may lie after these rows, because tiles clamp rows.
+    Boundaries may lie after these rows, because tiles clamp rows. A block has l' rows, but at most
+    those rows: a longer block has no other key.
     """
-    end = call.first_query + q.shape[-3]
-    if not call.first_query and end == k.shape[-3]:
-        return end, call
-    return end, dataclasses.replace(call, first_query=0)
-
-
-def _block_rows(k: Tensor, call: SlotCall) -> int:
-    """Return l', but at most the rows of ``k``: a longer block has no other key."""
-    return min(call.geometry.select_block_size, max(1, k.shape[-3]))
+    visible = slice(call.first_query + q.shape[-3])
+    k = k[..., visible, :, :]
+    size = min(call.geometry.select_block_size, max(1, k.shape[-3]))
+    return visible, make_tiles(k, size, dataclasses.replace(call, first_query=0))
 
 
 def _positions(q: Tensor, tiles: Tiles, call: SlotCall) -> tuple[Tensor, Tensor]:
@@ -129,10 +126,8 @@ def forward(
     """Return o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T])."""
     with torch.profiler.record_function("nsa_sdpa.sel"), ieee_products(q):
         packed, groups = call.cu_seqlens is not None, k.shape[-2]
-        end, key_call = _key_call(q, k, call)
-        if key_call is not call:
-            k, v = k[..., :end, :, :], v[..., :end, :, :]
-        tiles = make_tiles(k, _block_rows(k, call), key_call)
+        visible, tiles = _visible(q, k, call)
+        k, v = k[..., visible, :, :], v[..., visible, :, :]
         rows_q = as_rows(q, packed).unflatten(1, (groups, 1, -1))  # [T, G, 1, h, Dk]
         o = q.new_empty((*rows_q.shape[:-1], v.shape[-1]))
         lse = q.new_empty(rows_q.shape[:-1], dtype=stats_dtype(q.dtype))
@@ -186,11 +181,9 @@ def backward(
     """Return dq, dk and dv, shaped like q, k and v."""
     with torch.profiler.record_function("nsa_sdpa.sel_backward"), ieee_products(q):
         packed, groups, stats = call.cu_seqlens is not None, k.shape[-2], stats_dtype(q.dtype)
-        end, key_call = _key_call(q, k, call)
+        visible, tiles = _visible(q, k, call)
         whole_k, whole_v = k, v
-        if key_call is not call:
-            k, v = k[..., :end, :, :], v[..., :end, :, :]
-        tiles = make_tiles(k, _block_rows(k, call), key_call)
+        k, v = k[..., visible, :, :], v[..., visible, :, :]
         rows = [
             as_rows(x, packed).unflatten(1, (groups, 1, -1))
             for x in (do, q, o, lse.transpose(-1, -2))
@@ -204,9 +197,7 @@ def backward(
         del keys, values
         d_q = from_rows(dq.flatten(1, 3), q, packed)
         d_k, d_v = _from_blocks(dk, tiles, k, packed), _from_blocks(dv, tiles, v, packed)
-        if key_call is call:
-            return d_q, d_k, d_v
-        return d_q, widened(d_k, whole_k, slice(end)), widened(d_v, whole_v, slice(end))
+        return d_q, widened(d_k, whole_k, visible), widened(d_v, whole_v, visible)
 
 
 def _backward_chunk(

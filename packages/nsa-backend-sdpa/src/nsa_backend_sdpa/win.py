@@ -20,9 +20,10 @@ from torch import Tensor
 
 from nsa_backend_sdpa import aten, engine
 from nsa_backend_sdpa.device import chunks
-from nsa_backend_sdpa.engine import ieee_products, operand_dtype, stats_dtype
+from nsa_backend_sdpa.engine import ieee_products, operand_dtype
 from nsa_backend_sdpa.tiles import Tiles, as_rows, from_rows, gather, make_tiles, scatter, widened
 from nsa_core.contract import SlotCall
+from nsa_core.dtypes import stats_dtype
 
 
 class _Tiling(NamedTuple):
