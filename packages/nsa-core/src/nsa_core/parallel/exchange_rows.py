@@ -220,19 +220,6 @@ def _keep_results_of(kept: Any, _: Any, op: Any, *args: Any, **options: Any) -> 
     return CheckpointPolicy.MUST_SAVE if op == kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class Extended(NamedTuple):
-    """Pieces of this rank with the rows to their left; rows before row 0 of all are zero.
-
-    Attributes:
-        win: for each piece its keys and values of win, [w - 1 + chunk, B, G, D].
-        raw: the keys and values that phi compresses, all pieces in one tensor each,
-            [pieces * (l - 1 + chunk), B, G, D].
-    """
-
-    win: list[Pair]
-    raw: Pair
-
-
 class _Extended(torch.autograd.Function):
     """See :func:`extend_pieces`."""
 
@@ -271,7 +258,7 @@ def extend_pieces(
     raw: Pair,  # each [n, B, G, D]
     ranks: Ranks,
     widths: list[int],
-) -> Extended:
+) -> tuple[list[Pair], Pair]:
     """Extend the pieces of this rank by rows to their left, in one collective.
 
     Args:
@@ -279,6 +266,11 @@ def extend_pieces(
         raw: keys and values of this rank's rows that phi compresses.
         ranks: the rows and the group.
         widths: number of rows, w - 1 for win and l - 1 for phi.
+
+    Returns:
+        For each piece its keys and values of win, [w - 1 + chunk, B, G, D]; and the keys and values
+        that phi compresses, all pieces in one tensor each, [pieces * (l - 1 + chunk), B, G, D].
+        Rows before row 0 of all are zero.
     """
     flat = _Extended.apply(*win, *raw, ranks, widths)  # type: ignore[no-untyped-call]
-    return Extended(list(zip(flat[:-2:2], flat[1:-2:2])), (flat[-2], flat[-1]))
+    return list(zip(flat[:-2:2], flat[1:-2:2])), (flat[-2], flat[-1])

@@ -72,7 +72,16 @@ class HeadParallel(ParallelStyle):
                 f"HeadParallel needs plain layers qkv, out and gate, got {', '.join(wrapped)}:"
                 " apply the style before wrapping or sharding the layer"
             )
-        _check_whole(layer)
+        sharded = [
+            f"{name} ({type(parameter).__name__})"
+            for name, parameter in layer.named_parameters()
+            if type(parameter) is not nn.Parameter
+        ]
+        if sharded:
+            raise InvalidInput(
+                f"HeadParallel needs parameters that are not sharded, got {', '.join(sharded)}:"
+                " apply the style before fully_shard"
+            )
         if world == 1:
             return module
         sections = tuple(layer._widths)
@@ -89,24 +98,6 @@ class HeadParallel(ParallelStyle):
         for linear in linears:
             linear.out_features, linear.in_features = linear.weight.shape
         return module
-
-
-def _check_whole(layer: NSAttention) -> None:
-    """Check that no parameter of the layer is sharded.
-
-    Raises:
-        InvalidInput: Some are; the message names them.
-    """
-    sharded = [
-        f"{name} ({type(parameter).__name__})"
-        for name, parameter in layer.named_parameters()
-        if type(parameter) is not nn.Parameter
-    ]
-    if sharded:
-        raise InvalidInput(
-            f"HeadParallel needs parameters that are not sharded, got {', '.join(sharded)}: apply"
-            " the style before fully_shard"
-        )
 
 
 def _is_plain(linear: nn.Module) -> bool:

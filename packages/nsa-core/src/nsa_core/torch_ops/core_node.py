@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -43,6 +43,8 @@ from nsa_core.torch_ops.torch_state import is_eager, is_exporting
 
 if TYPE_CHECKING:
     from nsa_core.plan.plan import Plan
+
+Result = TypeVar("Result")
 
 
 class CoreResults(NamedTuple):
@@ -113,14 +115,7 @@ def run_core(
     )
     if not (recompute and torch.is_grad_enabled()) or _ignores_recompute():
         return run(*inputs)
-    results: CoreResults = torch.utils.checkpoint.checkpoint(
-        run,
-        *inputs,
-        use_reentrant=False,
-        preserve_rng_state=False,
-        context_fn=keeping_the_blocks,
-    )
-    return results
+    return run_again_in_backward(run, *inputs)
 
 
 def _run_slots(
@@ -177,10 +172,15 @@ def _policy(_: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if is_select else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# A context_fn of torch.utils.checkpoint.
-keeping_the_blocks = functools.partial(
-    torch.utils.checkpoint.create_selective_checkpoint_contexts, _policy
-)
+def run_again_in_backward(function: Callable[..., Result], *tensors: torch.Tensor) -> Result:
+    """Return ``function(*tensors)``; keep of its tensors the blocks, and compute others again."""
+    contexts = functools.partial(
+        torch.utils.checkpoint.create_selective_checkpoint_contexts, _policy
+    )
+    result: Result = torch.utils.checkpoint.checkpoint(
+        function, *tensors, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+    )
+    return result
 
 
 class _HeldGradient:
