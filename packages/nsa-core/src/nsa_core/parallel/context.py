@@ -15,7 +15,7 @@ from nsa_core.errors import InvalidInput
 from nsa_core.layer.gating import compute_gates
 from nsa_core.layer.input_checks import check_plan
 from nsa_core.layer.module import NSAttention, ParallelForward
-from nsa_core.layer.rope import RopeTable, rope_table
+from nsa_core.layer.rope import rope_table
 from nsa_core.packing import token_positions
 from nsa_core.parallel import heads, sequence
 from nsa_core.parallel.agreement import agreed, values_of_layer
@@ -217,9 +217,16 @@ class DividedSequence(ParallelForward):
             )
         if has_values(cu_seqlens):
             check_cu_seqlens(cu_seqlens, ranks.total, max_seqlen)
-        product, table = layer.product(x), None
-        if layer.config.rope:
-            table = _rope_of_rows(product, cu_seqlens, ranks, layer.config)
+        product, table, config = layer.product(x), None, layer.config
+        if config.rope:  # the angles of this rank's rows by their positions in their documents
+            positions = [
+                torch.arange(first, end, device=product.device)
+                if cu_seqlens is None
+                else token_positions(cu_seqlens, end - first, first).position
+                for first, end in ranks.pieces
+            ]
+            angles = (config.qk_dim, config.frequencies, product.dtype)
+            table = rope_table(torch.cat(positions), *angles)
         q, raw, ks, vs = layer.rotated(product, table)
         gates = compute_gates(layer.gate, x)
         tensors = (q, gates, *raw, *ks, *vs)
@@ -234,23 +241,3 @@ class DividedSequence(ParallelForward):
             )
         plan = checked_plan(plan, layer.layer) if layer.check else plan
         return RankCall(plan, q, gates, raw, ks, vs)
-
-
-def _rope_of_rows(
-    product: torch.Tensor, cu_seqlens: torch.Tensor | None, ranks: Ranks, config: NSAConfig
-) -> RopeTable:
-    """Return the angles of this rank's rows by their positions in their documents.
-
-    Args:
-        product: output of ``qkv``.
-        cu_seqlens: int32 [documents + 1], the documents of all ranks; None for one sequence.
-        ranks: the rows of this rank.
-        config: the config of the layer.
-    """
-    positions = [
-        torch.arange(first, end, device=product.device)
-        if cu_seqlens is None
-        else token_positions(cu_seqlens, end - first, first).position
-        for first, end in ranks.pieces
-    ]
-    return rope_table(torch.cat(positions), config.qk_dim, config.frequencies, product.dtype)

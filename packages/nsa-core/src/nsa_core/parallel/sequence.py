@@ -83,14 +83,24 @@ def attend(
     recompute = layer.recompute and torch.is_grad_enabled()
 
     def core() -> list[torch.Tensor]:
-        branches = _cmp_and_select(plan, queries, compressed, packing, ranks)
-        blocks = [selected for _, selected in branches]
-        o_sel = _sel(plan, queries, sel, blocks, packing, ranks, recompute)
+        o_cmp, blocks = [], []
+        for q, (k, v), (first, _) in zip(queries, compressed, ranks.pieces):
+            o, lse = plan.cmp(q, k, v, **packing.of_slots, first_query=first)
+            o_cmp.append(o)
+            blocks.append(plan.select(q, k, lse, **packing.of_slots, first_query=first))
+
+        def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            first, _ = ranks.pieces[index]
+            o: torch.Tensor
+            o, _ = plan.sel(q, k, v, blocks[index], **packing.of_slots, first_query=first)
+            return o
+
+        kernel: Any = getattr(plan.sel, "kernel", plan.sel)  # that of a checked plan is inside
+        options = (packing.packed, ranks, recompute)
+        o_sel = attend_gathered(attend, kernel, queries, sel, *options)
         o_win = _win(plan, queries, windows, packing, ranks)
-        return [
-            _combined(plan, gate, o_cmp, *others)
-            for gate, (o_cmp, _), *others in zip(gate_pieces, branches, o_sel, o_win)
-        ]
+        pieces = zip(gate_pieces, o_cmp, o_sel, o_win)
+        return [_combined(plan, *piece) for piece in pieces]
 
     outputs = run_again_in_backward(core) if recompute else core()
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -3)
@@ -126,42 +136,6 @@ def _compressed(layer: NSAttention, raw: Pair, packing: _Packing, ranks: Ranks) 
         (slot_form(k, packing.packed), slot_form(v, packing.packed))
         for k, v in gather_pairs(k, v, at, ranks, len(ranks.pieces))
     ]
-
-
-def _cmp_and_select(
-    plan: Plan,
-    queries: Sequence[torch.Tensor],
-    compressed: Sequence[Pair],
-    packing: _Packing,
-    ranks: Ranks,
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the output of cmp and the selected blocks of each piece."""
-    results = []
-    for q, (k, v), (first, _) in zip(queries, compressed, ranks.pieces):
-        o, lse = plan.cmp(q, k, v, **packing.of_slots, first_query=first)
-        results.append((o, plan.select(q, k, lse, **packing.of_slots, first_query=first)))
-    return results
-
-
-def _sel(
-    plan: Plan,
-    queries: Sequence[torch.Tensor],
-    local: Pair,
-    blocks: Sequence[torch.Tensor],
-    packing: _Packing,
-    ranks: Ranks,
-    recompute: bool,
-) -> list[torch.Tensor]:
-    """Return the output of sel of each piece."""
-
-    def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        first, _ = ranks.pieces[index]
-        o: torch.Tensor
-        o, _ = plan.sel(q, k, v, blocks[index], **packing.of_slots, first_query=first)
-        return o
-
-    kernel: Any = getattr(plan.sel, "kernel", plan.sel)  # that of a checked plan is inside
-    return attend_gathered(attend, kernel, queries, local, packing.packed, ranks, recompute)
 
 
 def _win(

@@ -105,31 +105,15 @@ def run_core(
         options = (recompute, nonnegative_gates, causal)
         o, branches = core_op.core(plan.core, inputs, blocks, cu_seqlens, max_seqlen, *options)
         return _results(o, branches)
-    run = functools.partial(
-        _run_slots,
-        plan,
-        blocks=blocks,
-        cu_seqlens=cu_seqlens,
-        max_seqlen=max_seqlen,
-        causal=causal,
-    )
+    packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+
+    def run(*tensors: torch.Tensor) -> CoreResults:
+        """Run the slots on the tensors of CoreInputs, each with its own gradient."""
+        return _results(*run_all(plan, CoreInputs(*tensors), blocks, packing, causal))
+
     if not (recompute and torch.is_grad_enabled()) or _ignores_recompute():
         return run(*inputs)
     return run_again_in_backward(run, *inputs)
-
-
-def _run_slots(
-    plan: Plan,
-    *tensors: torch.Tensor,
-    blocks: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    max_seqlen: int,
-    causal: bool,
-) -> CoreResults:
-    """Run the slots on the tensors of CoreInputs, each with its own gradient."""
-    packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-    o, branches = run_all(plan, CoreInputs(*tensors), blocks, packing, causal)
-    return _results(o, branches)
 
 
 def _results(o: torch.Tensor, branches: Branches) -> CoreResults:
