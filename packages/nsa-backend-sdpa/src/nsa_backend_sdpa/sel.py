@@ -134,7 +134,12 @@ def forward(
         keys, values = (_in_blocks(as_rows(x, packed), tiles) for x in (k, v))
         width = k.shape[-1] + v.shape[-1]
         for chunk in _query_chunks(q, as_rows(blocks, packed), tiles, width, call):
-            _forward_chunk(rows_q, keys, values, o, lse, chunk, call.scale)
+            tile_q = _tile(rows_q, chunk, operand_dtype(q))
+            tile_k, tile_v = _gathered(keys, chunk), _gathered(values, chunk)
+            tile_o, tile_lse = engine.attend(tile_q, tile_k, tile_v, chunk.hidden, call.scale)
+            o[chunk.rows] = tile_o.view(-1, *o.shape[1:])
+            lse[chunk.rows] = tile_lse.view(-1, *lse.shape[1:])
+            del chunk, tile_q, tile_k, tile_v, tile_o, tile_lse  # before the next chunk
         lse_rows = from_rows(lse.flatten(1), q, packed)
         return from_rows(o.flatten(1, 3), q, packed), lse_rows.transpose(-1, -2).contiguous()
 
@@ -147,24 +152,6 @@ def _tile(rows: Tensor, chunk: _QueryChunk, dtype: torch.dtype) -> Tensor:
 def _gathered(blocks: Tensor, chunk: _QueryChunk) -> Tensor:
     """Gather the chunk's blocks from [NB * G, l' * D], as [t * G, n * l', D]."""
     return blocks.index_select(0, chunk.block).view(len(chunk.hidden), chunk.hidden.shape[-1], -1)
-
-
-def _forward_chunk(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    chunk: _QueryChunk,
-    scale: float,
-) -> None:
-    """Store the chunk's rows of o [T, G, 1, h, Dv] and lse [T, G, 1, h]."""
-    tile_q = _tile(q, chunk, operand_dtype(q))
-    tile_o, tile_lse = engine.attend(
-        tile_q, _gathered(keys, chunk), _gathered(values, chunk), chunk.hidden, scale
-    )
-    o[chunk.rows] = tile_o.view(-1, *o.shape[1:])
-    lse[chunk.rows] = tile_lse.view(-1, *lse.shape[1:])
 
 
 def backward(
@@ -192,36 +179,24 @@ def backward(
         dk, dv = (torch.zeros(x.shape, dtype=stats, device=x.device) for x in (keys, values))
         dq = torch.empty(rows[1].shape, dtype=q.dtype, device=q.device)
         width = k.shape[-1] + v.shape[-1]
+        operand = operand_dtype(q)
         for chunk in _query_chunks(q, as_rows(blocks, packed), tiles, width, call):
-            _backward_chunk(rows, keys, values, [dq, dk, dv], chunk, call.scale)
+            tile_do, tile_q, tile_o = (_tile(x, chunk, operand) for x in rows[:3])
+            delta = (tile_do.to(stats) * tile_o).sum(-1)
+            tile_lse = _tile(rows[3], chunk, stats)
+            tile_k, tile_v = _gathered(keys, chunk), _gathered(values, chunk)
+            grads = engine.attend_backward(
+                tile_do, delta, tile_q, tile_k, tile_v, tile_lse, chunk.hidden, call.scale
+            )
+            del tile_k, tile_v
+            dq[chunk.rows] = grads[0].view(-1, *dq.shape[1:])
+            _add(dk, chunk.block, grads[1])
+            _add(dv, chunk.block, grads[2])
+            del chunk, tile_do, tile_q, tile_o, delta, tile_lse, grads  # before the next chunk
         del keys, values
         d_q = from_rows(dq.flatten(1, 3), q, packed)
         d_k, d_v = _from_blocks(dk, tiles, k, packed), _from_blocks(dv, tiles, v, packed)
         return d_q, widened(d_k, whole_k, visible), widened(d_v, whole_v, visible)
-
-
-def _backward_chunk(
-    rows: list[Tensor],  # do, q, o, lse
-    keys: Tensor,
-    values: Tensor,
-    grads: list[Tensor],  # dq, dk, dv
-    chunk: _QueryChunk,
-    scale: float,
-) -> None:
-    """Store the chunk's rows of dq [T, G, 1, h, Dk]; add to dk and dv [NB * G, l' * D]."""
-    operand, stats = operand_dtype(rows[1]), stats_dtype(rows[1].dtype)
-    do, q, lse = (
-        _tile(rows[0], chunk, operand),
-        _tile(rows[1], chunk, operand),
-        _tile(rows[3], chunk, stats),
-    )
-    delta = (do.to(stats) * _tile(rows[2], chunk, operand)).sum(-1)
-    tile_k, tile_v = _gathered(keys, chunk), _gathered(values, chunk)
-    dq, dk, dv = engine.attend_backward(do, delta, q, tile_k, tile_v, lse, chunk.hidden, scale)
-    del tile_k, tile_v
-    grads[0][chunk.rows] = dq.view(-1, *grads[0].shape[1:])
-    _add(grads[1], chunk.block, dk)
-    _add(grads[2], chunk.block, dv)
 
 
 def _add(total: Tensor, index: Tensor, grads: Tensor) -> None:
