@@ -172,9 +172,10 @@ class FlashAttnPackage:
             arguments["block_table"] = None  # required argument without a default in these releases
         results = function(q, k, v, return_softmax=False, **arguments)
         o, lse = results[0], results[5 if len(results) == 8 else 1]
-        return o, _unpadded(
-            lse, attention.packed, q.shape[0]
-        ) if attention.packed is not None else lse
+        if attention.packed is not None and lse.dim() == 3:  # [documents, H, longest]
+            rows = token_positions(attention.packed.cu_q, len(q))
+            lse = lse[rows.document, :, rows.position.clamp(max=lse.shape[2] - 1)].t().contiguous()
+        return o, lse
 
     def backward(
         self, tensors: Sequence[Tensor], attention: Attention, out: Tensor | None = None
@@ -190,18 +191,6 @@ class FlashAttnPackage:
             *rows, lse, *grads, deterministic=attention.deterministic, **arguments
         )
         return grads[0], grads[1], grads[2]
-
-
-def _unpadded(
-    lse: Tensor,  # [documents, H, longest], or already [H, T]
-    packed: Packed,
-    total: int,
-) -> Tensor:  # [H, T]
-    """Return the log-sum-exp of packed rows without padding."""
-    if lse.dim() == 2:
-        return lse
-    rows = token_positions(packed.cu_q, total)
-    return lse[rows.document, :, rows.position.clamp(max=lse.shape[2] - 1)].t().contiguous()
 
 
 def _padded(
