@@ -119,7 +119,7 @@ def flash4_backward(
     """Return dq, dk and dv of :func:`flash4_forward`."""
     provider = flash4.source().provider
     assert provider is not None  # the forward ran
-    return provider.backward(do, q, k, v, o, lse, Attention(scale))
+    return provider.backward([do, q, k, v, o, lse], Attention(scale))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

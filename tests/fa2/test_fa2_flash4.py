@@ -23,7 +23,7 @@ from nsa_backend_fa2.plugin import nsa_register_backends
 from nsa_backend_fa2.providers import Attention, Packed, Source
 from nsa_backend_sdpa.probe import CUDNN_LONG_RANK
 from nsa_bench.result import read_result
-from nsa_core.contract import Rank, Request, SlotCall
+from nsa_core.contract import Rank, Reason, Request, SlotCall
 from nsa_core.dryrun import PeakBytes, rounded
 from nsa_core.layout import BlockGeometry
 from slot_requests import make_request
@@ -121,7 +121,7 @@ def test_dq_is_not_allocated_twice() -> None:
     q, k = (torch.empty(2, 64, heads, 64, device="meta") for heads in (8, 2))
     with PeakBytes() as counted:
         provider = flash4.FlashAttention4(interface, Version(FLASH4))
-        dq, dk, dv = provider.backward(q, q, k, k, q, q, CAUSAL, q)
+        dq, dk, dv = provider.backward([q, q, k, k, q, q], CAUSAL, q)
     assert dq is q
     assert counted.peak == rounded(dk.nbytes) + rounded(dv.nbytes)
 
@@ -227,7 +227,8 @@ def test_the_rank_follows_its_file(installed: Library, monkeypatch: pytest.Monke
     ):
         request: Request = dataclasses.replace(inference, **change)
         assert rank.rank(request) == rank.PRIORITY, change
-    monkeypatch.setattr(flash4, "source", lambda: flash4._absent("package_missing", "", ""))
+    absent = Source(flash4.NAME, None, Reason("package_missing", "", ""))
+    monkeypatch.setattr(flash4, "source", lambda: absent)
     assert rank.rank(inference) == rank.PRIORITY
 
 

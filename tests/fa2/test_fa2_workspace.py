@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from nsa_backend_fa2 import padding, providers, workspace
+from nsa_backend_fa2 import padding, providers, sel, workspace
 from nsa_backend_fa2.plugin import nsa_register_backends
 from nsa_core.contract import import_named
 from nsa_core.dryrun import rounded
@@ -124,7 +124,7 @@ def test_workspace_counts_an_additional_copy_in_the_code(
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("batch", [1, 2, None])
-def test_linear_extrapolation_of_sel_matches_the_dry_run_of_all_chunks(
+def test_a_dry_run_of_sel_reaches_the_peak_of_all_chunks(
     batch: int | None, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change = {
@@ -134,9 +134,9 @@ def test_linear_extrapolation_of_sel_matches_the_dry_run_of_all_chunks(
         "seq_len": 3000,
         "deterministic": deterministic,
     }
-    extrapolated = stated(**change)
-    monkeypatch.setattr(workspace, "_EXACT_CHUNKS", 10**6)
-    assert stated(**change) == pytest.approx(extrapolated, rel=1e-3)
+    few = stated(**change)
+    monkeypatch.setattr(sel, "_peak_chunks", lambda numbers: numbers)
+    assert stated(**change) == few
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import torch
 from nsa_backend_sdpa import aten, device, engine, probe, sel, select
 from nsa_core import BlockGeometry, block_attention, resolve
 from nsa_core.contract import SLOTS, SlotCall
+from nsa_core.dtypes import stats_dtype
 from nsa_core.plan.candidates import request_of
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.problems.cases import Case, config_of
@@ -39,7 +40,7 @@ def _narrow_operands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Emulate products of CUDA: bf16 or fp16 operands, fp32 results."""
 
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        stats = engine.stats_dtype(a.dtype)
+        stats = stats_dtype(a.dtype)
         return torch.bmm(a.to(stats), b.to(stats))
 
     monkeypatch.setattr(aten, "route", lambda *request: "tiles")

@@ -374,8 +374,8 @@ def test_collectives_refuse_tangents(group: str) -> None:
         (lambda x: collectives.gather_rows(x, group, torch.float32), x),
         (lambda x: collectives.scatter_sum(x, group), x),
         (lambda x: collectives.sum_ranks(x, group), x),
-        (lambda x: collectives.extend(x, x, *rows)[0], x),
-        (lambda x: collectives.extend_back(x, x, *rows, torch.float32)[0], x[None]),
+        (lambda x: collectives.extend([x, x], *rows)[0], x),
+        (lambda x: collectives.extend_back([x, x], *rows, torch.float32)[0], x[None]),
         (lambda x: heads.to_heads([x], "contiguous", group)[0], x),
         (lambda x: heads.to_rows([x], "contiguous", group)[0], x),
     ):

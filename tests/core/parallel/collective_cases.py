@@ -65,7 +65,8 @@ def adjoint(rank: int, world: int, *, op: str) -> float:
     def applied(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if op in ("to_heads", "to_rows"):
             return getattr(heads, op)(tensors, layout, name)
-        result = getattr(collectives, op)(*tensors, *arguments[op])
+        given = [tensors] if op.startswith("extend") else tensors
+        result = getattr(collectives, op)(*given, *arguments[op])
         return [result] if isinstance(result, torch.Tensor) else list(result)
 
     def random(shapes: Any) -> list[torch.Tensor]:

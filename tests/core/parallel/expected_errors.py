@@ -43,7 +43,7 @@ REFUSALS: dict[str, str] = {
     "new": "Unsupported: a call with a cache is not context parallel",
     "an odd number of rows": "InvalidInput: x must have an even number of rows for layout"
     " 'head_tail', got 7",
-    "a plan for whole sequences": "InvalidInput: plan is for whole sequences",
+    "a plan for whole sequences": "InvalidInput: plan was resolved without partial=True",
     "a plan of other sizes": "InvalidInput: plan is for window_size=10, but the call has",
     "documents of other rows": "InvalidInput: cu_seqlens must end at the 16 tokens given, got 8",
     "a second style": "InvalidInput: ContextParallel: the layer is divided already",

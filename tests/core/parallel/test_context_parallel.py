@@ -250,7 +250,7 @@ def test_head_parallel_computes_no_gradient_of_frozen_tensors(two: Processes) ->
 @pytest.mark.slow
 def test_a_refused_call_ends_the_calls_of_other_ranks(two: Processes) -> None:
     without, checked = map(two.outcomes, WAITING)
-    refused = "InvalidInput: plan is for whole sequences"
+    refused = "InvalidInput: plan was resolved without partial=True"
     assert without[1][0].startswith(refused)
     assert checked[1][0].startswith(refused)
     text, seconds = without[0]
@@ -379,7 +379,9 @@ def test_four_processes_name_the_rank_that_differs() -> None:
         )
         assert checked[rank][1] < 20
     for each in (without, checked):
-        assert each[1][0].startswith("InvalidInput: plan is for whole sequences"), each[1]
+        assert each[1][0].startswith("InvalidInput: plan was resolved without partial=True"), each[
+            1
+        ]
     difference = "1 collective, InvalidInput: cu_seqlens on rank 3 differs from that on rank"
     for rank, text in enumerate(four.outcomes(documents)):
         assert text.startswith(f"{difference} 0 (rank {rank} has cu_seqlens = [0, 5, 5"), text

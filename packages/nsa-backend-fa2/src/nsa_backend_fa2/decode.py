@@ -7,8 +7,6 @@ addressed by cache_batch_idx if each sequence is contiguous, and by block_table 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -64,22 +62,6 @@ def visible(rows: int, call: DecodeCall) -> Tensor:
     return count.clamp(min=0).masked_fill(token >= call.lengths[:, None], 0)
 
 
-def _attention_over_cache() -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the provider's attention over a cache.
-
-    Raises:
-        RuntimeError: The provider has none that returns the log-sum-exp.
-    """
-    provider = providers.active_provider()
-    function = provider.with_cache if isinstance(provider, providers.FlashAttnPackage) else None
-    if function is None:
-        raise RuntimeError(
-            f"{provider.title} has no attention over a cache that returns the LSE;"
-            f" install a newer flash-attn: {providers.INSTALL}"
-        )
-    return function
-
-
 def _attend(
     q: Tensor,  # [N, 1, Hq, D]
     k: Tensor,  # [P, rows, G, D]
@@ -88,18 +70,21 @@ def _attend(
     table: Tensor,  # int32 [N, pages]
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return o [N, 1, Hq, D] and lse [N, Hq, 1]."""
+    """Return o [N, 1, Hq, D] and lse [N, Hq, 1].
+
+    Raises:
+        RuntimeError: The provider has no attention over a cache that returns the log-sum-exp.
+    """
+    provider = providers.active_provider()
+    attend = provider.with_cache if isinstance(provider, providers.FlashAttnPackage) else None
+    if attend is None:
+        raise RuntimeError(
+            f"{provider.title} has no attention over a cache that returns the LSE;"
+            f" install a newer flash-attn: {providers.INSTALL}"
+        )
     contiguous = table.shape[1] == 1
     address = (
         {"cache_batch_idx": table[:, 0].contiguous()} if contiguous else {"block_table": table}
     )
-    return _attention_over_cache()(
-        q,
-        k,
-        v,
-        cache_seqlens=lengths,
-        softmax_scale=scale,
-        causal=False,
-        return_softmax_lse=True,
-        **address,
-    )
+    options = {"softmax_scale": scale, "causal": False, "return_softmax_lse": True}
+    return attend(q, k, v, cache_seqlens=lengths, **options, **address)

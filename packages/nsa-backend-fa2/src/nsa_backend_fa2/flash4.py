@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 from torch import Tensor
 
-from nsa_backend_fa2.providers import Attention, Provider, Source
+from nsa_backend_fa2.providers import Attention, Gradients, Provider, Source, package_source
 from nsa_core.contract import Reason, Request
 from nsa_core.layout import BlockGeometry
 
@@ -47,20 +47,10 @@ class FlashAttention4:
     """The package flash-attn-4; ``interface`` is its module flash_attn.cute.interface."""
 
     def __init__(self, interface: Any, version: Version) -> None:
-        self._interface, self._version = interface, version
-
-    @property
-    def title(self) -> str:
-        """Name and version."""
-        return f"{NAME} {self._version}"
+        self._interface, self.title = interface, f"{NAME} {version}"
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attention: Attention,
-        out: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, attention: Attention, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return o, which is ``out`` unless that is None, and lse."""
         o, lse, *_ = self._interface._flash_attn_fwd(
@@ -70,17 +60,10 @@ class FlashAttention4:
         return o, lse.masked_fill_(lse == -torch.inf, torch.inf)
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        attention: Attention,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, tensors: Sequence[Tensor], attention: Attention, out: Tensor | None = None
+    ) -> Gradients:
         """Return dq, which is ``out`` unless that is None, dk and dv."""
+        do, q, k, v, o, lse = tensors
         dq = q.new_empty(q.shape) if out is None else out
         dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
         self._interface._flash_attn_bwd(
@@ -95,34 +78,25 @@ def _arguments(attention: Attention) -> dict[str, Any]:
     return {"softmax_scale": attention.scale, "causal": True, **packed}
 
 
-@functools.lru_cache(maxsize=1)
-def source() -> Source:
-    """Import the package, once per process."""
-    try:
-        text = importlib.metadata.version(NAME)
-    except importlib.metadata.PackageNotFoundError:
-        return _absent("package_missing", f"the package {NAME} is not installed", INSTALL)
-    try:
-        version = Version(text)
-    except InvalidVersion:
-        return _absent("package_version", f"{NAME} has an invalid version: {text!r}", INSTALL)
-    if version < OLDEST:
-        return _absent("package_too_old", f"{NAME} {text} is too old: needs {OLDEST}", INSTALL)
+def _load(version: Version) -> Provider | Reason:
+    """Import the package."""
     try:
         interface = importlib.import_module("flash_attn.cute.interface")
         calls = (interface._flash_attn_fwd, {"out"}), (interface._flash_attn_bwd, {"dq", "dk"})
         changed = [f.__name__ for f, names in calls if names - {*inspect.signature(f).parameters}]
     except Exception as error:  # noqa: BLE001  its compiler raises errors of its own
-        message = f"{NAME} {text} does not load: {type(error).__name__}: {error}"
-        return _absent("package_abi_mismatch", message, REINSTALL)
+        message = f"{NAME} {version} does not load: {type(error).__name__}: {error}"
+        return Reason("package_abi_mismatch", message, REINSTALL)
     if changed:
-        message = f"{NAME} {text} is too new: {', '.join(changed)} takes other arguments"
-        return _absent("package_too_new", message, f"pip install {NAME}=={OLDEST}")
-    return Source(NAME, FlashAttention4(interface, version), None)
+        message = f"{NAME} {version} is too new: {', '.join(changed)} takes other arguments"
+        return Reason("package_too_new", message, f"pip install {NAME}=={OLDEST}")
+    return FlashAttention4(interface, version)
 
 
-def _absent(code: str, message: str, hint: str) -> Source:
-    return Source(NAME, None, Reason(code, message, hint))
+@functools.lru_cache(maxsize=1)
+def source() -> Source:
+    """Look for the package, once per process."""
+    return package_source(NAME, OLDEST, INSTALL, INSTALL, _load)
 
 
 def provider_of(q: Tensor, attention: Attention) -> Provider | None:

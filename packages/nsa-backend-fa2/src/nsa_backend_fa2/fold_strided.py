@@ -111,16 +111,10 @@ def backward(
     keys, values = fit(k_cmp, width), fit(v_cmp, width)
     for part, attention in _backward_parts(length, call, q.shape[2] * width):
         rows = part.queries(dq[0])
-        grads = attend_backward(
-            part.queries(do[0]),
-            part.queries(q[0]),
-            part.shared(keys[0]),
-            part.shared(values[0]),
-            part.queries(o[0]),
-            _lse_view(lse, part),
-            attention,
-            rows,
-        )
+        shared = part.shared(keys[0]), part.shared(values[0])
+        part_do, part_q, part_o = (part.queries(x[0]) for x in (do, q, o))
+        tensors = [part_do, part_q, *shared, part_o, _lse_view(lse, part)]
+        grads = attend_backward(tensors, attention, rows)
         if grads[0] is not rows:
             rows.copy_(grads[0])
         for total, grad in zip(sums, grads[1:]):

@@ -7,13 +7,14 @@ the boundaries of packed documents are in range.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from nsa_backend_fa2 import flash4, providers
-from nsa_backend_fa2.providers import Attention, Provider
+from nsa_backend_fa2.providers import Attention, Gradients, Provider
 from nsa_core import flash
 from nsa_core.flash import MAX_BATCH
 
@@ -121,35 +122,21 @@ def mark_nan_rows(
 
 
 def attend_backward(
-    do: Tensor,  # [B, Sq, H, Dv], packed [T, H, Dv]
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
+    tensors: Sequence[Tensor],  # do [B, Sq, H, Dv], packed [T, H, Dv]; q, k, v, o, lse
     attention: Attention,
     out: Tensor | None = None,  # [B, Sq, H, Dk]
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Return dq, dk and dv, shaped like q, k and v; dq is ``out`` if it can be written in place."""
+    do, q, k, v, o, lse = tensors
     if _exceeds_max_batch(q, attention):
-        batches = zip(*(x.split(MAX_BATCH) for x in (do, q, k, v, o, lse)))
-        dqs, dks, dvs = zip(
-            *(
-                attend_backward(do_, q_, k_, v_, o_, lse_, attention)
-                for do_, q_, k_, v_, o_, lse_ in batches
-            )
-        )
+        batches = zip(*(x.split(MAX_BATCH) for x in tensors))
+        dqs, dks, dvs = zip(*(attend_backward(batch, attention) for batch in batches))
         return torch.cat(dqs), torch.cat(dks), torch.cat(dvs)
     width = width_of(q.shape[-1], v.shape[-1])
     signed_q, scale = flash.with_positive_scale(q, attention.scale)
-    fit_do, fit_q, fit_k, fit_v, fit_o = (fit(x, width) for x in (do, signed_q, k, v, o))
-    dq, dk, dv = _provider_of(fit_q, attention).backward(
-        fit_do,
-        fit_q,
-        fit_k,
-        fit_v,
-        fit_o,
-        lse.contiguous(),
+    fitted = [fit(x, width) for x in (do, signed_q, k, v, o)]
+    dq, dk, dv = _provider_of(fitted[1], attention).backward(
+        [*fitted, lse.contiguous()],
         dataclasses.replace(attention, scale=scale),
         out if out is not None and out.shape[-1] == width else None,
     )

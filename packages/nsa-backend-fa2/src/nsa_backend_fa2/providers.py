@@ -24,9 +24,9 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from packaging.version import InvalidVersion, Version
@@ -40,8 +40,11 @@ INSTALL = (
     "pip install --no-build-isolation flash-attn; the build is much faster for one GPU"
     " architecture: set FLASH_ATTN_CUDA_ARCHS=80 (A100) or 90 (H100, H200) in the environment"
 )
+UPGRADE = "pip install --upgrade --no-build-isolation flash-attn"
 REBUILD = "pip install --force-reinstall --no-deps --no-cache-dir --no-build-isolation flash-attn"
 _UNBOUNDED = -1  # window size of the libraries for "no limit"
+
+Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]  # dq, dk and dv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,12 +100,9 @@ class Attention:
 
 
 class Provider(Protocol):
-    """An implementation of FlashAttention-2."""
+    """An implementation of FlashAttention-2; ``title`` is its name and version."""
 
-    @property
-    def title(self) -> str:
-        """Name and version."""
-        ...
+    title: str
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, attention: Attention, out: Tensor | None = None
@@ -111,19 +111,14 @@ class Provider(Protocol):
         ...
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        attention: Attention,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, tensors: Sequence[Tensor], attention: Attention, out: Tensor | None = None
+    ) -> Gradients:
         """Return dq, dk and dv; rows that belong to no document are uninitialized.
 
-        dq is ``out`` if the provider can write there.
+        Args:
+            tensors: do, q, k, v, o and lse.
+            attention: The options of the forward.
+            out: Where to write dq, if the provider can; dq is then ``out``.
         """
         ...
 
@@ -133,11 +128,7 @@ class FlashAttnPackage:
 
     def __init__(self, interface: Any, version: Version) -> None:
         self._interface, self._version = interface, version
-
-    @property
-    def title(self) -> str:
-        """Name and version."""
-        return f"flash-attn {self._version}"
+        self.title = f"flash-attn {version}"
 
     def _arguments(self, attention: Attention) -> dict[str, Any]:
         """Return the keyword arguments that forward and backward share, for this release."""
@@ -181,43 +172,25 @@ class FlashAttnPackage:
             arguments["block_table"] = None  # required argument without a default in these releases
         results = function(q, k, v, return_softmax=False, **arguments)
         o, lse = results[0], results[5 if len(results) == 8 else 1]
-        return o, _unpadded(
-            lse, attention.packed, q.shape[0]
-        ) if attention.packed is not None else lse
+        if attention.packed is not None and lse.dim() == 3:  # [documents, H, longest]
+            rows = token_positions(attention.packed.cu_q, len(q))
+            lse = lse[rows.document, :, rows.position.clamp(max=lse.shape[2] - 1)].t().contiguous()
+        return o, lse
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        attention: Attention,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, tensors: Sequence[Tensor], attention: Attention, out: Tensor | None = None
+    ) -> Gradients:
         """Return dq, dk and dv; rows that belong to no document are uninitialized."""
         name = "_flash_attn_backward" if attention.packed is None else "_flash_attn_varlen_backward"
-        grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        *rows, lse = tensors
+        grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in rows[1:4]]
         if attention.packed is not None and self._version < Version("2.6"):
             lse = _padded(lse, attention.packed)
         arguments = self._arguments(attention)
         getattr(self._interface, name)(
-            do, q, k, v, o, lse, *grads, deterministic=attention.deterministic, **arguments
+            *rows, lse, *grads, deterministic=attention.deterministic, **arguments
         )
         return grads[0], grads[1], grads[2]
-
-
-def _unpadded(
-    lse: Tensor,  # [documents, H, longest], or already [H, T]
-    packed: Packed,
-    total: int,
-) -> Tensor:  # [H, T]
-    """Return the log-sum-exp of packed rows without padding."""
-    if lse.dim() == 2:
-        return lse
-    rows = token_positions(packed.cu_q, total)
-    return lse[rows.document, :, rows.position.clamp(max=lse.shape[2] - 1)].t().contiguous()
 
 
 def _padded(
@@ -232,13 +205,10 @@ def _padded(
 class TorchFlash:
     """PyTorch's FlashAttention-2: the aten operators behind torch.nn.attention.varlen."""
 
+    title = f"PyTorch {torch.__version__}"
+
     def __init__(self, ops: Any = torch.ops.aten) -> None:
         self._ops = ops
-
-    @property
-    def title(self) -> str:
-        """Name and version."""
-        return f"PyTorch {torch.__version__}"
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, attention: Attention, out: Tensor | None = None
@@ -259,16 +229,8 @@ class TorchFlash:
         return results[0], results[1]
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        attention: Attention,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, tensors: Sequence[Tensor], attention: Attention, out: Tensor | None = None
+    ) -> Gradients:
         """Return dq, dk and dv; rows that belong to no document are uninitialized.
 
         Raises:
@@ -277,15 +239,11 @@ class TorchFlash:
         """
         if attention.deterministic and not torch_is_deterministic():
             raise RuntimeError(str(not_deterministic()))
+        _, q, k, *_ = tensors
         # The state of the random generator for dropout, unused because dropout is 0.
         state = torch.zeros(2, dtype=torch.int64, device=q.device)
-        dq, dk, dv = self._ops._flash_attention_backward(
-            do,
-            q,
-            k,
-            v,
-            o,
-            lse,
+        gradients: Gradients = self._ops._flash_attention_backward(
+            *tensors,
             *_bounds(q, k, attention),
             0.0,
             attention.causal,
@@ -295,21 +253,17 @@ class TorchFlash:
             window_size_left=attention.left,
             window_size_right=attention.right,
         )
-        return dq, dk, dv
+        return gradients
 
 
 def _bounds(
     q: Tensor, k: Tensor, attention: Attention
 ) -> tuple[Tensor | None, Tensor | None, int, int]:
     """Return cu_seqlens and maximum lengths of queries and keys, as aten's operators take them."""
-    if attention.packed is None:
+    packed = attention.packed
+    if packed is None:
         return None, None, q.shape[1], k.shape[1]
-    return (
-        attention.packed.cu_q,
-        attention.packed.cu_k,
-        attention.packed.max_q,
-        attention.packed.max_k,
-    )
+    return packed.cu_q, packed.cu_k, packed.max_q, packed.max_k
 
 
 def torch_is_deterministic() -> bool:
@@ -332,70 +286,81 @@ def not_deterministic() -> Reason:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A place to look for FlashAttention-2: a provider, or the reason why it has none."""
+    """A place to look for FlashAttention: a provider, or the reason why it has none."""
 
     name: str
     provider: Provider | None
     reason: Reason | None
 
 
-def _flash_attn() -> Source:
-    """Look for the package flash-attn."""
-    name = "flash-attn"
+def package_source(
+    name: str,
+    oldest: Version,
+    install: str,
+    upgrade: str,
+    load: Callable[[Version], Provider | Reason],
+) -> Source:
+    """Look for a package.
+
+    Args:
+        name: Name of its distribution.
+        oldest: The first version that serves.
+        install: How to install it.
+        upgrade: How to install a newer version.
+        load: Imports the package, and returns its provider or the reason why it has none.
+    """
     try:
         text = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return Source(
-            name,
-            None,
-            Reason("package_missing", "the package flash-attn is not installed", INSTALL),
-        )
+        reason = Reason("package_missing", f"the package {name} is not installed", install)
+        return Source(name, None, reason)
     try:
         version = Version(text)
     except InvalidVersion:
-        return Source(
-            name,
-            None,
-            Reason("package_version", f"flash-attn has an invalid version: {text!r}", INSTALL),
-        )
-    if version < OLDEST:
-        message = f"flash-attn {text} is too old: needs {OLDEST} (the window alone needs 2.3)"
-        return Source(
-            name,
-            None,
-            Reason(
-                "package_too_old", message, "pip install --upgrade --no-build-isolation flash-attn"
-            ),
-        )
+        message = f"{name} has an invalid version: {text!r}"
+        return Source(name, None, Reason("package_version", message, install))
+    if version < oldest:
+        message = f"{name} {text} is too old: needs {oldest}"
+        return Source(name, None, Reason("package_too_old", message, upgrade))
+    found = load(version)
+    return Source(name, None, found) if isinstance(found, Reason) else Source(name, found, None)
+
+
+def _flash_attn(version: Version) -> Provider | Reason:
+    """Import the package flash-attn."""
     if version >= TOO_NEW:
-        message = f"flash-attn {text} is too new: this backend supports 2.5 to 2.8"
-        return Source(name, None, Reason("package_too_new", message, "pip install 'flash-attn<3'"))
+        message = f"flash-attn {version} is too new: this backend supports 2.5 to 2.8"
+        return Reason("package_too_new", message, "pip install 'flash-attn<3'")
     try:
         interface = importlib.import_module("flash_attn.flash_attn_interface")
     except (ImportError, OSError, RuntimeError) as error:
         message = (
-            f"flash-attn {text} does not load with torch {torch.__version__}:"
+            f"flash-attn {version} does not load with torch {torch.__version__}:"
             f" {type(error).__name__}: {error}"
         )
         hint = f"rebuild it for this torch: {REBUILD}"
-        return Source(name, None, Reason("package_abi_mismatch", message, hint))
-    return Source(name, FlashAttnPackage(interface, version), None)
+        return Reason("package_abi_mismatch", message, hint)
+    return FlashAttnPackage(interface, version)
+
+
+def flash_attn_source() -> Source:
+    """Look for the package flash-attn."""
+    return package_source("flash-attn", OLDEST, INSTALL, UPGRADE, _flash_attn)
 
 
 def _torch_flash() -> Source:
     """Look for FlashAttention-2 in PyTorch."""
     if torch.version.cuda is None or not torch.backends.cuda.is_flash_attention_available():
         message = f"torch {torch.__version__} is built without FlashAttention-2 for CUDA"
-        return Source(
-            "PyTorch", None, Reason("torch_without_flash", message, "install a CUDA build of torch")
-        )
+        reason = Reason("torch_without_flash", message, "install a CUDA build of torch")
+        return Source("PyTorch", None, reason)
     return Source("PyTorch", TorchFlash(), None)
 
 
 @functools.lru_cache(maxsize=1)
 def sources() -> tuple[Source, ...]:
     """Return every source of FlashAttention-2 in order of preference, searched once per process."""
-    return (_flash_attn(), _torch_flash())
+    return (flash_attn_source(), _torch_flash())
 
 
 def first() -> Provider | None:

@@ -6,8 +6,6 @@ first window on up to the last query.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import Tensor
 
 from nsa_backend_fa2.padding import attend, attend_backward, pad_rows, safe_boundaries
@@ -15,46 +13,26 @@ from nsa_backend_fa2.providers import Attention, Packed
 from nsa_core.contract import SlotCall
 
 
-class _Keys(NamedTuple):
-    """The keys that the queries of a call see, and the options of the call over these keys.
+def _visible(q: Tensor, call: SlotCall) -> tuple[slice, Attention]:
+    """Return the rows of k and v that queries see, and the options of the call over these rows.
 
-    Attributes:
-        first: the first of these rows of k and v.
-        stop: the end of these rows.
-        attention: the options.
+    The last row is that of the last query, because the library aligns windows bottom-right.
     """
-
-    first: int
-    stop: int
-    attention: Attention
-
-    @classmethod
-    def of(cls, q: Tensor, call: SlotCall) -> _Keys:
-        """Return the keys of a call.
-
-        The last key is that of the last query, because the library aligns windows bottom-right.
-        """
-        window, rows = call.geometry.window_size, q.shape[-3]
-        first, stop = max(0, call.first_query - window + 1), call.first_query + rows
-        packed = None
-        if call.cu_seqlens is not None:
-            cu_q = cu_k = safe_boundaries(call.cu_seqlens, stop)
-            if call.first_query:
-                # Documents that end before the first query have keys but no row of q. The library
-                # writes zeros to the gradients of these keys.
-                cu_q, cu_k = ((cu_q - row).clamp(min=0) for row in (call.first_query, first))
-            longest = min(call.max_seqlen, stop - first)
-            packed = Packed(cu_q, cu_k, min(longest, rows), longest)
-        attention = Attention(
-            call.scale, window=window, packed=packed, deterministic=call.deterministic
-        )
-        return cls(first, stop, attention)
-
-    def rows(self, x: Tensor) -> Tensor:
-        """Return these rows of k or v."""
-        if (self.first, self.stop) == (0, x.shape[-3]):
-            return x
-        return x[..., self.first : self.stop, :, :]
+    window, rows = call.geometry.window_size, q.shape[-3]
+    first, stop = max(0, call.first_query - window + 1), call.first_query + rows
+    packed = None
+    if call.cu_seqlens is not None:
+        cu_q = cu_k = safe_boundaries(call.cu_seqlens, stop)
+        if call.first_query:
+            # Documents that end before the first query have keys but no row of q. The library
+            # writes zeros to the gradients of these keys.
+            cu_q, cu_k = ((cu_q - row).clamp(min=0) for row in (call.first_query, first))
+        longest = min(call.max_seqlen, stop - first)
+        packed = Packed(cu_q, cu_k, min(longest, rows), longest)
+    attention = Attention(
+        call.scale, window=window, packed=packed, deterministic=call.deterministic
+    )
+    return slice(first, stop), attention
 
 
 def forward(
@@ -65,8 +43,8 @@ def forward(
     call: SlotCall,
 ) -> tuple[Tensor, Tensor]:
     """Return o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T])."""
-    keys = _Keys.of(q, call)
-    return attend(q, keys.rows(k), keys.rows(v), keys.attention)
+    keys, attention = _visible(q, call)
+    return attend(q, k[..., keys, :, :], v[..., keys, :, :], attention)
 
 
 def backward(
@@ -80,6 +58,7 @@ def backward(
     call: SlotCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv, shaped like q, k and v."""
-    keys = _Keys.of(q, call)
-    dq, dk, dv = attend_backward(do, q, keys.rows(k), keys.rows(v), o, lse, keys.attention)
-    return dq, pad_rows(dk, keys.first, k.shape[-3]), pad_rows(dv, keys.first, k.shape[-3])
+    keys, attention = _visible(q, call)
+    tensors = [do, q, k[..., keys, :, :], v[..., keys, :, :], o, lse]
+    dq, dk, dv = attend_backward(tensors, attention)
+    return dq, pad_rows(dk, keys.start, k.shape[-3]), pad_rows(dv, keys.start, k.shape[-3])

@@ -12,18 +12,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from nsa_backend_fa2 import flash4, providers
-from nsa_backend_fa2.providers import Attention
-from nsa_backend_fa2.sel import keys_per_token, tokens_per_chunk
+from nsa_backend_fa2.providers import Attention, Gradients
 from nsa_core.contract import Request
 from nsa_core.dryrun import PeakBytes, call_slot, slot_inputs
-
-# Chunks that a dry run of sel takes at most. With more chunks, memory grows linearly in tokens.
-_EXACT_CHUNKS = 4
 
 
 def _round_up(count: int, step: int) -> int:
@@ -99,21 +96,14 @@ class AllocationsOnly:
         return o, lse
 
     def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        attention: Attention,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, tensors: Sequence[Tensor], attention: Attention, out: Tensor | None = None
+    ) -> Gradients:
         """Allocate dq, dk and dv, and the buffers of the library.
 
         The buffers are dq and rowsum(do * o) in fp32, and dk and dv per query head if heads share
         keys. Those of FlashAttention-4 are the LSE too, and dk and dv per kv head in fp32.
         """
+        do, q, k, v, o, _ = tensors
         is_flash4 = self._flash4 and attention.causal
         copied = (do, o) if self._copies_strided and not is_flash4 else ()
         buffers = [x.contiguous() for x in copied]
@@ -139,7 +129,7 @@ class AllocationsOnly:
 
 
 @functools.lru_cache(maxsize=256)
-def _measure(request: Request, copies_strided: bool, flash4: bool = False) -> int:
+def _measure(request: Request, copies_strided: bool, flash4: bool) -> int:
     """Return the peak bytes of the slot's functions on meta tensors, with contiguous results."""
     do, tensors, call = slot_inputs(dataclasses.replace(request, partial=False))
     module = importlib.import_module(f"nsa_backend_fa2.{request.slot}")
@@ -148,41 +138,13 @@ def _measure(request: Request, copies_strided: bool, flash4: bool = False) -> in
     return int(count.peak)
 
 
-def _sizes(request: Request) -> tuple[Request, int]:
-    """Return the request with 1 for each size of None, and its total number of tokens."""
-    batch, length = (1 if size is None else size for size in (request.batch, request.seq_len))
-    tokens = length if request.varlen and batch else batch * length
-    return dataclasses.replace(request, batch=batch, seq_len=length), tokens
-
-
-def _copies_strided() -> bool:
-    """Return whether the backward copies a noncontiguous o or do, as PyTorch's does."""
-    return isinstance(providers.first(), providers.TorchFlash)
-
-
-def win(request: Request) -> int:
-    """Return the peak bytes of win; the same function serves cmp."""
-    request, tokens = _sizes(request)
-    return _measure(request, _copies_strided(), flash4.serves(request)) if tokens else 0
-
-
-cmp = win
-
-
-def sel(request: Request) -> int:
-    """Return the peak bytes of sel: exact for few chunks, otherwise extrapolated linearly."""
-    request, tokens = _sizes(request)
-    if tokens == 0:
+def peak(request: Request) -> int:
+    """Return the peak bytes of ``request.slot``, backward included if it needs gradients."""
+    if 0 in (request.batch, request.seq_len):
         return 0
-    copies_strided, geometry = _copies_strided(), request.geometry
-    keys = keys_per_token(geometry, geometry.num_selected_blocks, request.seq_len or 0)
-    chunk = tokens_per_chunk(request.n_kv_heads, keys)
-    if tokens <= _EXACT_CHUNKS * chunk:
-        return _measure(request, copies_strided)
-    min_tokens = geometry.num_selected_blocks * geometry.select_block_size
-    short = _round_up(max(min_tokens, _EXACT_CHUNKS // 2 * chunk), chunk)
-    short_bytes, long_bytes = (
-        _measure(dataclasses.replace(request, batch=1, seq_len=length), copies_strided)
-        for length in (short, short + 2 * chunk)
-    )
-    return long_bytes + (long_bytes - short_bytes) * (tokens - short - 2 * chunk) // (2 * chunk)
+    # PyTorch's backward copies a noncontiguous o or do.
+    copies_strided = isinstance(providers.first(), providers.TorchFlash)
+    return _measure(request, copies_strided, flash4.serves(request))
+
+
+cmp = sel = win = peak

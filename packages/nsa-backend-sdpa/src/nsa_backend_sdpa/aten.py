@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from nsa_backend_sdpa import device, engine
-from nsa_backend_sdpa.engine import stats_dtype
 from nsa_core import flash
+from nsa_core.dtypes import stats_dtype
 
 _MAX_FLASH_WIDTH = 256  # widest head that the CUDA operator supports
 _ops = torch.ops.aten
@@ -288,40 +288,24 @@ def _tiles_backward(
     (count, heads, length, width), before = q.shape, _keys_before(q, k, v)
     dq = torch.empty((count, length, heads, width), dtype=q.dtype, device=q.device).transpose(1, 2)
     dk, dv = (torch.zeros(x.shape, dtype=stats_dtype(x.dtype), device=x.device) for x in (k, v))
-    for n, rows, key_chunks in _tiles(q, before):
-        queries = [x[n, :, rows].transpose(1, 2) for x in (do, q, o, lse.unsqueeze(-1))]
-        dq[n, :, rows] = _tile_backward(
-            queries, k[n], v[n], dk[n], dv[n], rows, key_chunks, before, scale
-        ).transpose(1, 2)
-    return dq, dk, dv
-
-
-def _tile_backward(
-    queries: list[Tensor],  # do, q, o, lse [N, R, H, D]
-    k: Tensor,
-    v: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    rows: slice,
-    key_chunks: list[slice],
-    before: int,
-    scale: float,
-) -> Tensor:
-    """Return dq [N, R, H, Dk] of the rows; add to dk and dv in place."""
-    do, q, o, lse = queries
     operand, stats = engine.operand_dtype(q), stats_dtype(q.dtype)
-    delta = (do.to(stats) * o).sum(-1)
-    do, q = engine.contiguous_as(do, operand), engine.contiguous_as(q, operand)
-    dq: Tensor | None = None
-    for keys in key_chunks:
-        tile_k, tile_v, hidden = (
-            k[:, keys].to(operand),
-            v[:, keys].to(operand),
-            _causal_mask(rows, keys, before, q),
+    for n, rows, key_chunks in _tiles(q, before):
+        tile_do, tile_q, tile_o, tile_lse = (
+            x[n, :, rows].transpose(1, 2) for x in (do, q, o, lse.unsqueeze(-1))
         )
-        grads = engine.attend_backward(do, delta, q, tile_k, tile_v, lse.squeeze(-1), hidden, scale)
-        dq = grads[0] if dq is None else dq.add_(grads[0])
-        dk[:, keys] += grads[1]
-        dv[:, keys] += grads[2]
-    assert dq is not None
-    return dq
+        delta = (tile_do.to(stats) * tile_o).sum(-1)
+        tile_do, tile_q = (engine.contiguous_as(x, operand) for x in (tile_do, tile_q))
+        tile_dq: Tensor | None = None
+        for keys in key_chunks:
+            tile_k, tile_v = k[n, keys].to(operand), v[n, keys].to(operand)
+            hidden = _causal_mask(rows, keys, before, q)
+            grads = engine.attend_backward(
+                tile_do, delta, tile_q, tile_k, tile_v, tile_lse.squeeze(-1), hidden, scale
+            )
+            tile_dq = grads[0] if tile_dq is None else tile_dq.add_(grads[0])
+            dk[n, keys] += grads[1]
+            dv[n, keys] += grads[2]
+        assert tile_dq is not None
+        dq[n, :, rows] = tile_dq.transpose(1, 2)
+        del delta, tile_do, tile_q, tile_dq, tile_k, tile_v, hidden, grads  # before the next tile
+    return dq, dk, dv

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from nsa_backend_sdpa import aten, cudnn
-from nsa_backend_sdpa.engine import ieee_products, stats_dtype
+from nsa_backend_sdpa.engine import ieee_products
 from nsa_core.contract import SlotCall
+from nsa_core.dtypes import stats_dtype
 from nsa_core.fold import fold, unfold
 from nsa_core.packing import host_boundaries
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from nsa_backend_sdpa import device
-from nsa_backend_sdpa.engine import stats_dtype
 from nsa_core.contract import SlotCall
+from nsa_core.dtypes import stats_dtype
 from nsa_core.flash import aligned
 from nsa_core.fold import Residues
 from nsa_core.layout import BlockGeometry

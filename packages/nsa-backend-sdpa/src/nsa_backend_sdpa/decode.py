@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from nsa_backend_sdpa import engine
-from nsa_backend_sdpa.engine import ieee_products, operand_dtype, product, stats_dtype
+from nsa_backend_sdpa.engine import ieee_products, operand_dtype, product
 from nsa_backend_sdpa.sel import distinct
 from nsa_backend_sdpa.select import choose, columns, head_sums, tap_sums
 from nsa_core.contract import DecodeCall
-from nsa_core.dtypes import as_bytes
+from nsa_core.dtypes import as_bytes, stats_dtype
 
 _MIN_ROWS = 64  # fewest queries of a chunk, even if their scores exceed the limit
 _MIN_SELECT_ROWS = 16  # the same for select
@@ -65,8 +65,16 @@ def _query_chunks(q: Tensor, rows: int, call: DecodeCall) -> Iterator[tuple[slic
         yield slice(first, end), dataclasses.replace(call, starts=starts, lengths=lengths)
 
 
-def _concatenated(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return o [B, m, Hq, Dv] and lse [B, Hq, m] of all chunks."""
+def _attend_by_chunks(
+    attend: Callable[[Tensor, Tensor, Tensor, DecodeCall], tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: int,
+    call: DecodeCall,
+) -> tuple[Tensor, Tensor]:
+    """Return o [B, m, Hq, Dv] and lse [B, Hq, m] of chunks of at most ``rows`` queries."""
+    parts = [attend(q[:, n], k, v, part) for n, part in _query_chunks(q, rows, call)]
     if len(parts) == 1:
         return parts[0]
     return torch.cat([o for o, _ in parts], 1), torch.cat([lse for _, lse in parts], 2)
@@ -155,12 +163,7 @@ def cmp(
     keys = min(_KEYS_PER_CHUNK, call.geometry.num_compressed(call.max_len))
     rows = max(_MIN_ROWS, _rows_in_budget(q, keys))
     with torch.profiler.record_function("nsa_sdpa.cmp"), ieee_products(q):
-        return _concatenated(
-            [
-                _cmp_chunk(q[:, part], k_cmp, v_cmp, part_call)
-                for part, part_call in _query_chunks(q, rows, call)
-            ]
-        )
+        return _attend_by_chunks(_cmp_chunk, q, k_cmp, v_cmp, rows, call)
 
 
 def _cmp_chunk(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:
@@ -194,12 +197,7 @@ def win(
     # A chunk of w / 4 queries sees 5/4 w keys, a quarter more than a single query.
     rows = max(_MIN_ROWS, call.geometry.window_size // 4)
     with torch.profiler.record_function("nsa_sdpa.win"), ieee_products(q):
-        return _concatenated(
-            [
-                _win_chunk(q[:, part], k, v, part_call)
-                for part, part_call in _query_chunks(q, rows, call)
-            ]
-        )
+        return _attend_by_chunks(_win_chunk, q, k, v, rows, call)
 
 
 def _win_chunk(q: Tensor, k: Tensor, v: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:

@@ -29,17 +29,13 @@ import torch
 from torch import Tensor
 
 from nsa_backend_sdpa.device import device_type
+from nsa_core.dtypes import stats_dtype
 
 # Limit of one tile of scores, in bytes, which bounds the extra memory of every slot. On the CPU, a
 # tile fits into the cache of a core; on CUDA, it fills a GPU.
 SCORE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
 NARROW_DEVICES = {"cuda"}  # devices on which products take bf16/fp16 operands and return fp32
 MAX_KEYS = 4096  # keys of one tile; an online softmax merges several tiles
-
-
-def stats_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of scores and statistics: fp64 for fp64, otherwise fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def score_bytes(tensor: Tensor) -> int:

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from nsa_backend_sdpa import engine
 from nsa_backend_sdpa.device import chunks, device_type
-from nsa_backend_sdpa.engine import ieee_products, operand_dtype, stats_dtype
+from nsa_backend_sdpa.engine import ieee_products, operand_dtype
 from nsa_backend_sdpa.tiles import Tiles, as_rows, from_rows, gather, make_tiles, widened
 from nsa_core.contract import SlotCall
+from nsa_core.dtypes import stats_dtype
 from nsa_core.packing import token_positions
 
 
@@ -31,20 +32,16 @@ class _QueryChunk(NamedTuple):
     hidden: Tensor  # bool [t * G, 1, 1, n * l']
 
 
-def _key_call(q: Tensor, k: Tensor, call: SlotCall) -> tuple[int, SlotCall]:
-    """Return how many rows of the keys queries may see, and a call whose tiles are their blocks.
+def _visible(q: Tensor, k: Tensor, call: SlotCall) -> tuple[slice, Tiles]:
+    """Return the rows of the keys that queries may see, and these rows as blocks.
 
-    Boundaries may lie after these rows, because tiles clamp rows.
+    Boundaries may lie after these rows, because tiles clamp rows. A block has l' rows, but at most
+    those rows: a longer block has no other key.
     """
-    end = call.first_query + q.shape[-3]
-    if not call.first_query and end == k.shape[-3]:
-        return end, call
-    return end, dataclasses.replace(call, first_query=0)
-
-
-def _block_rows(k: Tensor, call: SlotCall) -> int:
-    """Return l', but at most the rows of ``k``: a longer block has no other key."""
-    return min(call.geometry.select_block_size, max(1, k.shape[-3]))
+    visible = slice(call.first_query + q.shape[-3])
+    k = k[..., visible, :, :]
+    size = min(call.geometry.select_block_size, max(1, k.shape[-3]))
+    return visible, make_tiles(k, size, dataclasses.replace(call, first_query=0))
 
 
 def _positions(q: Tensor, tiles: Tiles, call: SlotCall) -> tuple[Tensor, Tensor]:
@@ -129,17 +126,20 @@ def forward(
     """Return o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T])."""
     with torch.profiler.record_function("nsa_sdpa.sel"), ieee_products(q):
         packed, groups = call.cu_seqlens is not None, k.shape[-2]
-        end, key_call = _key_call(q, k, call)
-        if key_call is not call:
-            k, v = k[..., :end, :, :], v[..., :end, :, :]
-        tiles = make_tiles(k, _block_rows(k, call), key_call)
+        visible, tiles = _visible(q, k, call)
+        k, v = k[..., visible, :, :], v[..., visible, :, :]
         rows_q = as_rows(q, packed).unflatten(1, (groups, 1, -1))  # [T, G, 1, h, Dk]
         o = q.new_empty((*rows_q.shape[:-1], v.shape[-1]))
         lse = q.new_empty(rows_q.shape[:-1], dtype=stats_dtype(q.dtype))
         keys, values = (_in_blocks(as_rows(x, packed), tiles) for x in (k, v))
         width = k.shape[-1] + v.shape[-1]
         for chunk in _query_chunks(q, as_rows(blocks, packed), tiles, width, call):
-            _forward_chunk(rows_q, keys, values, o, lse, chunk, call.scale)
+            tile_q = _tile(rows_q, chunk, operand_dtype(q))
+            tile_k, tile_v = _gathered(keys, chunk), _gathered(values, chunk)
+            tile_o, tile_lse = engine.attend(tile_q, tile_k, tile_v, chunk.hidden, call.scale)
+            o[chunk.rows] = tile_o.view(-1, *o.shape[1:])
+            lse[chunk.rows] = tile_lse.view(-1, *lse.shape[1:])
+            del chunk, tile_q, tile_k, tile_v, tile_o, tile_lse  # before the next chunk
         lse_rows = from_rows(lse.flatten(1), q, packed)
         return from_rows(o.flatten(1, 3), q, packed), lse_rows.transpose(-1, -2).contiguous()
 
@@ -152,24 +152,6 @@ def _tile(rows: Tensor, chunk: _QueryChunk, dtype: torch.dtype) -> Tensor:
 def _gathered(blocks: Tensor, chunk: _QueryChunk) -> Tensor:
     """Gather the chunk's blocks from [NB * G, l' * D], as [t * G, n * l', D]."""
     return blocks.index_select(0, chunk.block).view(len(chunk.hidden), chunk.hidden.shape[-1], -1)
-
-
-def _forward_chunk(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    chunk: _QueryChunk,
-    scale: float,
-) -> None:
-    """Store the chunk's rows of o [T, G, 1, h, Dv] and lse [T, G, 1, h]."""
-    tile_q = _tile(q, chunk, operand_dtype(q))
-    tile_o, tile_lse = engine.attend(
-        tile_q, _gathered(keys, chunk), _gathered(values, chunk), chunk.hidden, scale
-    )
-    o[chunk.rows] = tile_o.view(-1, *o.shape[1:])
-    lse[chunk.rows] = tile_lse.view(-1, *lse.shape[1:])
 
 
 def backward(
@@ -186,11 +168,9 @@ def backward(
     """Return dq, dk and dv, shaped like q, k and v."""
     with torch.profiler.record_function("nsa_sdpa.sel_backward"), ieee_products(q):
         packed, groups, stats = call.cu_seqlens is not None, k.shape[-2], stats_dtype(q.dtype)
-        end, key_call = _key_call(q, k, call)
+        visible, tiles = _visible(q, k, call)
         whole_k, whole_v = k, v
-        if key_call is not call:
-            k, v = k[..., :end, :, :], v[..., :end, :, :]
-        tiles = make_tiles(k, _block_rows(k, call), key_call)
+        k, v = k[..., visible, :, :], v[..., visible, :, :]
         rows = [
             as_rows(x, packed).unflatten(1, (groups, 1, -1))
             for x in (do, q, o, lse.transpose(-1, -2))
@@ -199,38 +179,24 @@ def backward(
         dk, dv = (torch.zeros(x.shape, dtype=stats, device=x.device) for x in (keys, values))
         dq = torch.empty(rows[1].shape, dtype=q.dtype, device=q.device)
         width = k.shape[-1] + v.shape[-1]
+        operand = operand_dtype(q)
         for chunk in _query_chunks(q, as_rows(blocks, packed), tiles, width, call):
-            _backward_chunk(rows, keys, values, [dq, dk, dv], chunk, call.scale)
+            tile_do, tile_q, tile_o = (_tile(x, chunk, operand) for x in rows[:3])
+            delta = (tile_do.to(stats) * tile_o).sum(-1)
+            tile_lse = _tile(rows[3], chunk, stats)
+            tile_k, tile_v = _gathered(keys, chunk), _gathered(values, chunk)
+            grads = engine.attend_backward(
+                tile_do, delta, tile_q, tile_k, tile_v, tile_lse, chunk.hidden, call.scale
+            )
+            del tile_k, tile_v
+            dq[chunk.rows] = grads[0].view(-1, *dq.shape[1:])
+            _add(dk, chunk.block, grads[1])
+            _add(dv, chunk.block, grads[2])
+            del chunk, tile_do, tile_q, tile_o, delta, tile_lse, grads  # before the next chunk
         del keys, values
         d_q = from_rows(dq.flatten(1, 3), q, packed)
         d_k, d_v = _from_blocks(dk, tiles, k, packed), _from_blocks(dv, tiles, v, packed)
-        if key_call is call:
-            return d_q, d_k, d_v
-        return d_q, widened(d_k, whole_k, slice(end)), widened(d_v, whole_v, slice(end))
-
-
-def _backward_chunk(
-    rows: list[Tensor],  # do, q, o, lse
-    keys: Tensor,
-    values: Tensor,
-    grads: list[Tensor],  # dq, dk, dv
-    chunk: _QueryChunk,
-    scale: float,
-) -> None:
-    """Store the chunk's rows of dq [T, G, 1, h, Dk]; add to dk and dv [NB * G, l' * D]."""
-    operand, stats = operand_dtype(rows[1]), stats_dtype(rows[1].dtype)
-    do, q, lse = (
-        _tile(rows[0], chunk, operand),
-        _tile(rows[1], chunk, operand),
-        _tile(rows[3], chunk, stats),
-    )
-    delta = (do.to(stats) * _tile(rows[2], chunk, operand)).sum(-1)
-    tile_k, tile_v = _gathered(keys, chunk), _gathered(values, chunk)
-    dq, dk, dv = engine.attend_backward(do, delta, q, tile_k, tile_v, lse, chunk.hidden, scale)
-    del tile_k, tile_v
-    grads[0][chunk.rows] = dq.view(-1, *grads[0].shape[1:])
-    _add(grads[1], chunk.block, dk)
-    _add(grads[2], chunk.block, dv)
+        return d_q, widened(d_k, whole_k, visible), widened(d_v, whole_v, visible)
 
 
 def _add(total: Tensor, index: Tensor, grads: Tensor) -> None:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from nsa_backend_sdpa import engine
 from nsa_backend_sdpa.device import chunks
-from nsa_backend_sdpa.engine import ieee_products, operand_dtype, product, stats_dtype
+from nsa_backend_sdpa.engine import ieee_products, operand_dtype, product
 from nsa_backend_sdpa.tiles import Tiles, as_rows, from_rows, gather, make_tiles, scatter
 from nsa_core.contract import SlotCall
+from nsa_core.dtypes import stats_dtype
 from nsa_core.layout import BlockGeometry
 from nsa_core.packing import compressed_cu_seqlens
 

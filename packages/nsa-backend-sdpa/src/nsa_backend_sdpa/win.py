@@ -20,9 +20,10 @@ from torch import Tensor
 
 from nsa_backend_sdpa import aten, engine
 from nsa_backend_sdpa.device import chunks
-from nsa_backend_sdpa.engine import ieee_products, operand_dtype, stats_dtype
+from nsa_backend_sdpa.engine import ieee_products, operand_dtype
 from nsa_backend_sdpa.tiles import Tiles, as_rows, from_rows, gather, make_tiles, scatter, widened
 from nsa_core.contract import SlotCall
+from nsa_core.dtypes import stats_dtype
 
 
 class _Tiling(NamedTuple):
@@ -39,6 +40,12 @@ class _Tiling(NamedTuple):
     size: int
     tiles: int
     groups: int
+
+    def parts(self, tiles: Tiles, groups: int) -> Iterator[tuple[Tiles, slice]]:
+        """Yield the tiles and the kv heads of each chunk."""
+        for chunk in tiles.split(self.tiles):
+            for part in chunks(groups, self.groups):
+                yield chunk, part
 
 
 def _tiling(q: Tensor, k: Tensor, call: SlotCall) -> _Tiling:
@@ -126,37 +133,21 @@ def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, call: SlotCall) -> tuple[Ten
     rows = [as_rows(q, packed).unflatten(1, (groups, -1)), as_rows(k, packed), as_rows(v, packed)]
     o = q.new_empty((tiles.total + 1, groups, heads // groups, v.shape[-1]))
     lse = q.new_empty((tiles.total + 1, groups, heads // groups), dtype=stats_dtype(q.dtype))
-    for chunk in tiles.split(tiling.tiles):
-        for part in chunks(groups, tiling.groups):
-            _forward_chunk(
-                [x[:, part] for x in rows],
-                o[:, part],
-                lse[:, part],
-                chunk,
-                tiling.window,
-                call.scale,
-            )
+    operand = operand_dtype(q)
+    for chunk, part in tiling.parts(tiles, groups):
+        tile_rows, on_keys = [x[:, part] for x in rows], chunk.on_keys()
+        tile_q = gather(tile_rows[0], chunk.clamp(chunk.rows()[0]), operand)
+        merged: tuple[Tensor, Tensor] | None = None
+        for keys, hidden in _key_chunks(on_keys, tiling.window):
+            tile_k, tile_v = (gather(x, on_keys.clamp(keys), operand) for x in tile_rows[1:])
+            partial = engine.attend(tile_q, tile_k, tile_v, hidden, call.scale)
+            merged = engine.merge(merged, partial)
+        assert merged is not None
+        scatter(o[:, part], chunk.targets(), merged[0])
+        scatter(lse[:, part], chunk.targets(), merged[1])
+        del tile_q, tile_k, tile_v, keys, hidden, partial, merged  # before the next chunk
     lse_rows = from_rows(lse[:-1].flatten(1, 2), q, packed)
     return from_rows(o[:-1].flatten(1, 2), q, packed), lse_rows.transpose(-1, -2).contiguous()
-
-
-def _forward_chunk(
-    rows: list[Tensor], o: Tensor, lse: Tensor, tiles: Tiles, window: int, scale: float
-) -> None:
-    """Store the tiles' rows of o [T + 1, g, h, Dv] and lse [T + 1, g, h]."""
-    q, k, v = rows
-    operand, on_keys = operand_dtype(q), tiles.on_keys()
-    tile_q = gather(q, tiles.clamp(tiles.rows()[0]), operand)
-    merged: tuple[Tensor, Tensor] | None = None
-    for keys, hidden in _key_chunks(on_keys, window):
-        key_rows = on_keys.clamp(keys)
-        partial = engine.attend(
-            tile_q, gather(k, key_rows, operand), gather(v, key_rows, operand), hidden, scale
-        )
-        merged = engine.merge(merged, partial)
-    assert merged is not None
-    scatter(o, tiles.targets(), merged[0])
-    scatter(lse, tiles.targets(), merged[1])
 
 
 def _key_chunks(tiles: Tiles, window: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -224,10 +215,9 @@ def _tiled_backward(
     dk, dv = (
         torch.zeros((key_rows + 1, *x.shape[1:]), dtype=stats, device=x.device) for x in rows[4:]
     )
-    for chunk in tiles.split(tiling.tiles):
-        for part in chunks(groups, tiling.groups):
-            grads = [x[:, part] for x in (dq, dk, dv)]
-            _backward_chunk([x[:, part] for x in rows], grads, chunk, tiling.window, call.scale)
+    for chunk, part in tiling.parts(tiles, groups):
+        grads = [x[:, part] for x in (dq, dk, dv)]
+        _backward_chunk([x[:, part] for x in rows], grads, chunk, tiling.window, call.scale)
     d_q = from_rows(dq[:-1].flatten(1, 2), q, packed)
     return d_q, from_rows(dk[:-1].to(k.dtype), k, packed), from_rows(dv[:-1].to(v.dtype), v, packed)
 

@@ -76,7 +76,9 @@ def _temporary_bytes(func: Any, args: Any, kwargs: Any) -> int:
     return 0
 
 
-def slot_inputs(request: Request, device: str = "meta") -> tuple[Tensor, list[Tensor], SlotCall]:
+def slot_inputs(
+    request: Request, device: str | torch.device = "meta"
+) -> tuple[Tensor, list[Tensor], SlotCall]:
     """Create uninitialised tensors of ``request``, for a dry run of a slot.
 
     A ``batch`` or ``seq_len`` of None counts as 1. For a packed request they are the number of

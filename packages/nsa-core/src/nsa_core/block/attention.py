@@ -11,18 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nsa_core.block.checks import check_arguments, check_plan
-from nsa_core.block.plans import (
-    BlockPlan,
-    BlockSizes,
-    check_block_size,
-    check_scale,
-    default_block_plan,
-    resolve_blocks,
-    split_blocks,
-)
+from nsa_core.block.checks import check_arguments, plan_of_call
+from nsa_core.block.plans import BlockPlan, BlockSizes, resolve_blocks, split_blocks
 from nsa_core.limits import check_integers
-from nsa_core.plan.default_plan import as_constant, planned_length
+from nsa_core.plan.default_plan import as_constant
 from nsa_core.plan.options import PlanOptions
 
 
@@ -162,9 +154,8 @@ def block_attention_with_lse(
         (torch.Size([1, 512, 8, 32]), torch.Size([1, 8, 512]))
     """
     tensors = {"q": q, "k": k, "v": v, "blocks": blocks}
-    check_block_size(block_size)
-    check_scale(scale)
-    check_arguments(tensors, first_query, cu_seqlens, max_seqlen, plan, backends)
+    numbers = (block_size, scale, first_query)
+    check_arguments(tensors, *numbers, cu_seqlens, max_seqlen, plan, backends)
     # A conditional expression makes torch.compile guard on symbolic sizes and return a constant.
     partial = (
         True  # noqa: SIM210
@@ -173,15 +164,8 @@ def block_attention_with_lse(
     )
     values = (q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], block_size, blocks.shape[-1])
     sizes = BlockSizes(*[as_constant(value) for value in (*values, scale)])
-    varlen = cu_seqlens is not None
-    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if plan is None:
-        length = planned_length(k.shape[1], varlen)
-        plan = default_block_plan(
-            sizes, q.device, q.dtype, varlen, partial, wants_grad, backends, length
-        )
-    else:
-        check_plan(plan, sizes, q, varlen, partial, wants_grad)
+    packed = cu_seqlens is not None
+    plan = plan_of_call(tensors, sizes, packed, partial, k.shape[1], plan, backends)
     o, lse = plan.kernel(
         q,
         k,
@@ -237,13 +221,13 @@ def plan_block_attention(
         >>> plan.choice.backend
         'sdpa'
     """
-    check_block_size(block_size)
     width = head_dim if v_head_dim is None else v_head_dim
     counts = {
         "n_heads": n_heads,
         "n_kv_heads": n_kv_heads,
         "head_dim": head_dim,
         "v_head_dim": width,
+        "block_size": block_size,
         "n_blocks": n_blocks,
     }
     options = dataclasses.replace(options or PlanOptions(), **fields)

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 
 import torch
 
-from nsa_core.block.plans import BlockPlan, BlockSizes
+from nsa_core.block.plans import BlockPlan, BlockSizes, default_block_plan
+from nsa_core.config import is_finite
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.input_checks import request_problems
-from nsa_core.limits import integer_problems
+from nsa_core.limits import integer_problems, shown
+from nsa_core.plan.default_plan import planned_length
 from nsa_core.plan.options import backends_problems
 from nsa_core.torch_ops.packing_checks import check_packed_transforms, packing_problems
 from nsa_core.torch_ops.tensor_checks import Sizes, call_problems, raise_problems
@@ -18,13 +20,15 @@ from nsa_core.torch_ops.tensor_kinds import check_types
 
 def check_arguments(
     tensors: Mapping[str, torch.Tensor],
+    block_size: object,
+    scale: object,
     first_query: int | None,
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int | None,
     plan: object,
     backends: object,
 ) -> None:
-    """Check all arguments except ``block_size``, ``scale`` and the fit of the plan.
+    """Check all arguments except the fit of the plan.
 
     Raises:
         InvalidInput: an argument is invalid. The message has a sentence per problem, and the shape,
@@ -42,11 +46,16 @@ def check_arguments(
         sizes = Sizes(packed, first_query=first_query)
         problems = call_problems("block_attention", tensors, sizes)
     problems += packing_problems(cu_seqlens, max_seqlen, tensors["q"].device)
-    raise_problems(problems + _backend_problems(plan, backends), tensors)
+    problems += _option_problems(block_size, scale, plan, backends)
+    raise_problems(problems, tensors)
 
 
 def check_decode_arguments(
-    tensors: Mapping[str, torch.Tensor], plan: object, backends: object
+    tensors: Mapping[str, torch.Tensor],
+    block_size: object,
+    scale: object,
+    plan: object,
+    backends: object,
 ) -> None:
     """Check the arguments of block_attention_decode, as :func:`check_arguments` does."""
     check_types(tensors)
@@ -62,21 +71,62 @@ def check_decode_arguments(
             "q, k or v requires grad, but the decode form has no gradient: call it under"
             " torch.no_grad(), or block_attention with first_query"
         )
-    raise_problems(problems + _backend_problems(plan, backends), tensors)
+    raise_problems(problems + _option_problems(block_size, scale, plan, backends), tensors)
 
 
-def _backend_problems(plan: object, backends: object) -> list[str]:
-    """Problems of the argument ``backends``."""
+def _option_problems(
+    block_size: object, scale: object, plan: object, backends: object
+) -> list[str]:
+    """Problems of the arguments that are no tensors."""
+    problems = integer_problems("block_size", block_size)
+    # torch.compile cannot trace the test, and a call without a plan checks the scale anyway.
+    if scale is not None and not torch.compiler.is_compiling() and not is_finite(scale):
+        problems.append(f"scale must be finite (a number) or None, got {shown(scale)}")
     if plan is not None and backends is not None:
-        return [
+        problems.append(
             f"plan and backends={backends!r} are both passed: plan with"
             f" plan_block_attention(..., backends={backends!r})"
+        )
+    elif backends is not None and not isinstance(backends, str):
+        problems += backends_problems(backends) or [
+            f"backends must be None or the name of a backend, got {backends!r}"
         ]
-    if backends is None or isinstance(backends, str):
-        return []
-    return backends_problems(backends) or [
-        f"backends must be None or the name of a backend, got {backends!r}"
-    ]
+    return problems
+
+
+def plan_of_call(
+    tensors: Mapping[str, torch.Tensor],
+    sizes: BlockSizes,
+    packed: bool,
+    partial: bool,
+    tokens: int,
+    plan: BlockPlan | None,
+    backends: str | None,
+) -> BlockPlan:
+    """Return ``plan``, or the cached plan of calls without an explicit plan.
+
+    Args:
+        tensors: q, k, v and blocks by name.
+        sizes: The sizes of the call.
+        packed: Whether the call is packed.
+        partial: Whether queries begin inside their sequences.
+        tokens: Tokens of a sequence.
+        plan: The argument ``plan``.
+        backends: The argument ``backends``.
+
+    Raises:
+        InvalidInput: ``plan`` does not fit the call.
+        Unsupported, BackendUnavailable: As :func:`nsa_core.resolve`.
+    """
+    q = tensors["q"]
+    needs_grad = torch.is_grad_enabled() and any(tensors[name].requires_grad for name in "qkv")
+    if plan is not None:
+        check_plan(plan, sizes, q, packed, partial, needs_grad)
+        return plan
+    length = planned_length(tokens, packed)
+    return default_block_plan(
+        sizes, q.device, q.dtype, packed, partial, needs_grad, backends, length
+    )
 
 
 def check_plan(

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nsa_core.config import NSAConfig, is_finite
-from nsa_core.errors import InvalidInput, NSAError
-from nsa_core.limits import integer_problems, shown
+from nsa_core.config import NSAConfig
+from nsa_core.errors import NSAError
 from nsa_core.plan.default_plan import (
     CACHED,
     ObjectCache,
@@ -86,27 +85,6 @@ def kernel_block(block_size: int, page_size: int | None = None) -> int:
         return block_size
     fitting = (s for s in _PART_SIZES if block_size % s == 0 and (page_size or 0) % s == 0)
     return next(fitting, block_size)
-
-
-def check_block_size(block_size: object) -> None:
-    """Check an argument ``block_size``.
-
-    Raises:
-        InvalidInput: it is not an integer from 1 to 2^31 - 1.
-    """
-    if problems := integer_problems("block_size", block_size):
-        raise InvalidInput(problems[0])
-
-
-def check_scale(scale: object) -> None:
-    """Check an argument ``scale``, as NSAConfig does.
-
-    Raises:
-        InvalidInput: it is neither None nor a finite number.
-    """
-    # torch.compile cannot trace the test, and a call without a plan checks the scale anyway.
-    if scale is not None and not torch.compiler.is_compiling() and not is_finite(scale):
-        raise InvalidInput(f"scale must be finite (a number) or None, got {shown(scale)}")
 
 
 def split_blocks(blocks: torch.Tensor, sizes: BlockSizes, keys: int) -> torch.Tensor:
@@ -220,22 +198,15 @@ def _resolve_default(sizes: tuple[Any, ...], *options: Any) -> BlockPlan:
 _plans = ObjectCache(_resolve_default)
 
 
-def default_decode_plan(
-    sizes: BlockSizes, device: torch.device, dtype: torch.dtype, backends: str | None
-) -> BlockPlan:
-    """Return the plan of decode steps without an explicit plan; raises as for other calls."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    return _decode_plan(sizes, device, dtype, backends, deterministic)
-
-
 @functools.lru_cache(maxsize=CACHED)
-def _decode_plan(
+def default_decode_plan(
     sizes: BlockSizes,
     device: torch.device,
     dtype: torch.dtype,
     backends: str | None,
     deterministic: bool,
 ) -> BlockPlan:
+    """Return the cached plan of decode steps without an explicit plan; raises as other calls."""
     options = PlanOptions(
         device=device,
         dtype=dtype,

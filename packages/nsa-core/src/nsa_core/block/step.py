@@ -5,14 +5,7 @@ from __future__ import annotations
 import torch
 
 from nsa_core.block.checks import check_decode_arguments, check_plan
-from nsa_core.block.plans import (
-    BlockPlan,
-    BlockSizes,
-    check_block_size,
-    check_scale,
-    default_decode_plan,
-    split_blocks,
-)
+from nsa_core.block.plans import BlockPlan, BlockSizes, default_decode_plan, split_blocks
 from nsa_core.contract import BlockTables, DecodeCall
 from nsa_core.decode.checks import raise_at
 from nsa_core.dtypes import stats_dtype
@@ -38,9 +31,7 @@ def run_step(
         plan: As above.
         backends: As above.
     """
-    check_block_size(block_size)
-    check_scale(scale)
-    check_decode_arguments(tensors, plan, backends)
+    check_decode_arguments(tensors, block_size, scale, plan, backends)
     q, k, v, blocks, lengths = (tensors[n] for n in ("q", "k", "v", "blocks", "lengths"))
     starts, block_table = tensors.get("starts"), tensors.get("block_table")
     widths = (q.shape[2], k.shape[2], q.shape[3], v.shape[3])
@@ -53,7 +44,8 @@ def run_step(
             f" multiple of {block_size}, or of 16 if the blocks are a multiple of 16"
         )
     if plan is None:
-        plan = default_decode_plan(sizes, q.device, q.dtype, backends)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        plan = default_decode_plan(sizes, q.device, q.dtype, backends, deterministic)
     else:
         check_plan(plan, sizes, q, phase="decode")
     with torch.no_grad():

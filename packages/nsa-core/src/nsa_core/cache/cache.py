@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -364,17 +364,11 @@ class NSACache(CacheState):
     def _tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
 
-    def __copy__(self) -> NoReturn:
+    def __reduce__(self) -> NoReturn:  # of copy and pickle
         raise InvalidInput(
             "an NSACache is not copied or pickled, because it belongs to its layer: use snapshot()"
             " and load() to copy a sequence; another process must run the tokens again"
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self.__copy__()
-
-    def __reduce__(self) -> NoReturn:
-        self.__copy__()
 
 
 def make_cache(

@@ -183,7 +183,12 @@ def request_problems(
 
 
 def check_plan(
-    plan: Plan, config: NSAConfig, q: torch.Tensor, packed: bool, needs_grad: bool
+    plan: Plan,
+    config: NSAConfig,
+    q: torch.Tensor,
+    packed: bool,
+    needs_grad: bool,
+    partial: bool = False,
 ) -> None:
     """Check that ``plan`` fits this prefill call.
 
@@ -191,7 +196,9 @@ def check_plan(
         InvalidInput: It does not; the message names what the plan is for and what the call needs.
     """
     check_is_plan(plan)
+    inside = "ContextParallel in mode 'sequence' has queries that begin inside a sequence"
     needs = {
+        "partial": partial and inside,
         "needs_grad": needs_grad and "the call needs a gradient",
         "varlen": packed and "cu_seqlens is passed",
     }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
 from nsa_core.cache.cache import NSACache, make_cache
 from nsa_core.cache.state import CacheSizes
+from nsa_core.errors import Unsupported
 from nsa_core.layer.input_checks import check_layer_input
 from nsa_core.layer.other_keywords import check_other_keywords
 from nsa_core.layer.plain_linear import base_weight, stated_dtype
@@ -19,8 +20,14 @@ if TYPE_CHECKING:
     from nsa_core.plan.plan import Plan
 
 
-class ParallelForward(Protocol):
-    """The forward of a layer whose sequence or heads are divided over several ranks."""
+class ParallelForward:
+    """The forward of a layer whose sequence or heads are divided over several ranks.
+
+    Attributes:
+        limit: what one rank cannot do alone, and what to do instead; the end of an error.
+    """
+
+    limit: ClassVar[str]
 
     def forward(
         self,
@@ -31,9 +38,11 @@ class ParallelForward(Protocol):
         plan: Plan | None,
     ) -> torch.Tensor:
         """Apply the layer to the rows of this rank; arguments as NSAttention.forward."""
+        raise NotImplementedError
 
     def refuse(self, action: str) -> NoReturn:
         """Raise Unsupported for something that one rank cannot do alone."""
+        raise Unsupported(f"{action} is not {self.limit}")
 
 
 class NSAttention(NSAProjections):

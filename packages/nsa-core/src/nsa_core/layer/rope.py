@@ -79,7 +79,7 @@ def table_for(
     if not cached or is_capturing(x.device):  # a graph owns its memory
         return _new_table(*arguments)
     stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
-    return _cached_table(*arguments, stream)
+    return _cached_table(stream, *arguments)
 
 
 def _new_table(
@@ -95,18 +95,10 @@ def _new_table(
 
 
 @functools.lru_cache(maxsize=8)
-def _cached_table(
-    rows: int,
-    step: int,
-    dim: int,
-    frequencies: Frequencies,
-    dtype: torch.dtype,
-    device: torch.device,
-    stream: int,
-) -> RopeTable:
+def _cached_table(stream: int, *arguments: Any) -> RopeTable:
     """One table per CUDA stream: another stream would not wait for the kernels that fill it."""
     with torch.inference_mode(False):  # backward cannot save an inference tensor
-        return _new_table(rows, step, dim, frequencies, dtype, device)
+        return _new_table(*arguments)
 
 
 def _rotate_by_operators(x: torch.Tensor, table: RopeTable) -> torch.Tensor:

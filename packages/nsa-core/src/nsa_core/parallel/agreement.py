@@ -61,16 +61,8 @@ def agreed(
             arguments that differ, and their ranks. All ranks raise.
         Exception: ``prepare`` raised it, and nothing else differs.
     """
-    return _compared(prepare, values, group, x.device) if is_compared(x) else prepare()
-
-
-def _compared(
-    prepare: Callable[[], Prepared],
-    values: Callable[[Prepared | None], Mapping[str, object]],
-    group: str,
-    device: torch.device,
-) -> Prepared:
-    """Return the result of ``prepare`` after all ranks have compared their calls."""
+    if not is_compared(x):
+        return prepare()
     result: Prepared | None = None
     error: Exception | None = None
     try:
@@ -79,14 +71,17 @@ def _compared(
         error = raised
     mine = values(result)
     digests = [_digest(value) for value in mine.values()]
-    every = _gathered([*digests, int(error is not None)], group, device)
+    numbers = torch.tensor([[*digests, int(error is not None)]], device=x.device)
+    every = gather_rows(numbers, group, torch.float32).tolist()
     ranks = dist.get_process_group_ranks(group_of(group))
     refusing = [rank for rank, row in zip(ranks, every) if row[-1]]
     problems, differing = [], {}
     for index, name in enumerate(mine):
         other = [rank for rank, row in zip(ranks, every) if row[index] != every[0][index]]
         if other and not (refusing and name == "the plan"):
-            problems.append(f"{name} on rank {_listed(other)} differs from that on rank {ranks[0]}")
+            problems.append(
+                f"{name} on rank {', '.join(map(str, other))} differs from that on rank {ranks[0]}"
+            )
             differing[name] = mine[name]
     this = ranks[group_of(group).rank()]
     if problems:
@@ -99,8 +94,8 @@ def _compared(
         raise error
     if refusing:
         raise InvalidInput(
-            f"rank {_listed(refusing)} refuses this call, for the reason in its own error; rank"
-            f" {this} would wait for it"
+            f"rank {', '.join(map(str, refusing))} refuses this call, for the reason in its own"
+            f" error; rank {this} would wait for it"
         )
     assert result is not None  # prepare did not raise
     return result
@@ -136,17 +131,6 @@ def values_of_packing(cu_seqlens: torch.Tensor | None, max_seqlen: int | None) -
 def names_of(choices: Mapping[str, Choice]) -> dict[str, str]:
     """Return the name and version of the backend of each slot."""
     return {slot: f"{c.backend} {c.version}" for slot, c in choices.items()}
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
-
-
-def _gathered(numbers: list[int], group: str, device: torch.device) -> list[list[int]]:
-    """Return the numbers of every rank."""
-    mine = torch.tensor([numbers], device=device)
-    rows: list[list[int]] = gather_rows(mine, group, torch.float32).tolist()
-    return rows
 
 
 def _digest(value: object) -> int:

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nsa_core.block.attention import block_attention
-from nsa_core.block.checks import check_arguments, check_plan
-from nsa_core.block.plans import (
-    BlockPlan,
-    BlockSizes,
-    check_block_size,
-    check_scale,
-    default_block_plan,
-)
+from nsa_core.block.checks import check_arguments, plan_of_call
+from nsa_core.block.plans import BlockPlan, BlockSizes
 from nsa_core.errors import InvalidInput
 from nsa_core.parallel.agreement import agreed, names_of, values_of_packing
 from nsa_core.parallel.collectives import group_name
 from nsa_core.parallel.exchange_rows import Ranks, attend_gathered, rows_first
 from nsa_core.parallel.shards import Shards
-from nsa_core.plan.default_plan import planned_length
 from nsa_core.torch_ops.packing_checks import check_cu_seqlens, has_values
 from nsa_core.torch_ops.tensor_kinds import check_types
 
@@ -88,22 +80,49 @@ def divided_block_attention(
         raise InvalidInput(f"shards must be Shards, got {type(shards).__name__}")
     packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
     options: dict[str, Any] = {"block_size": block_size, "scale": scale, **packing}
-    if shards.world == 1:
-        _check(tensors, shards, plan, backends, options)
-        return block_attention(**tensors, **options, plan=plan, backends=backends)
-    given = plan
+    given, packed = plan, cu_seqlens is not None
+
+    def check() -> None:
+        check_arguments(tensors, block_size, scale, None, cu_seqlens, max_seqlen, given, backends)
+        rows = q.shape[-3]
+        if rows != shards.rows:
+            raise InvalidInput(
+                f"q, k, v and blocks must have the {shards.rows} rows of this rank, got {rows}:"
+                " pass shards.take(x, -3)"
+            )
+        if has_values(cu_seqlens):
+            check_cu_seqlens(cu_seqlens, shards.total, max_seqlen)
 
     def prepare() -> BlockPlan:
-        _check(tensors, shards, given, backends, options)
+        check()
         shards.checked_group(group)
-        return _plan_of(tensors, shards, given, backends, options)
+        heads, widths = (q.shape[-2], k.shape[-2]), (q.shape[-1], v.shape[-1])
+        sizes = BlockSizes(*heads, *widths, block_size, blocks.shape[-1], scale)
+        return plan_of_call(tensors, sizes, packed, True, shards.total, given, backends)
 
     def values(plan: BlockPlan | None) -> dict[str, object]:
-        return _compared_values(tensors, shards, plan, options)
+        named = {name: tensors[name] for name in "qkv"}
+        return {
+            "the layout": shards.layout,
+            **values_of_packing(cu_seqlens, max_seqlen),
+            "the total of shards": shards.total,
+            "the world of shards": shards.world,
+            # The number of blocks of a query may differ.
+            **{f"the shape of {name}": tuple(x.shape) for name, x in named.items()},
+            "the dtype of q": q.dtype,
+            "block_size": block_size,
+            "scale": scale,
+            "the plan": None if plan is None else names_of({"sel": plan.choice}),
+            "grad mode": torch.is_grad_enabled(),
+            "requires_grad": [name for name, x in named.items() if x.requires_grad],
+        }
 
+    if shards.world == 1:
+        check()
+        return block_attention(**tensors, **options, plan=plan, backends=backends)
     plan = agreed(prepare, values, group_name(group), q)
     ranks = Ranks.of(shards, shards.total, shards.checked_group(group), torch.float32)
-    packed, choices = cu_seqlens is not None, blocks.split(ranks.chunk, -3)
+    choices = blocks.split(ranks.chunk, -3)
 
     def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         first, _ = ranks.pieces[index]
@@ -113,86 +132,3 @@ def divided_block_attention(
     rows, local = q.split(ranks.chunk, -3), (rows_first(k, packed), rows_first(v, packed))
     outputs = attend_gathered(attend, plan.kernel, rows, local, packed, ranks)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -3)
-
-
-def _check(
-    tensors: Mapping[str, torch.Tensor],
-    shards: Shards,
-    plan: BlockPlan | None,
-    backends: str | None,
-    options: Mapping[str, Any],
-) -> None:
-    """Check the arguments, except the fit of the plan.
-
-    Raises:
-        InvalidInput: an argument is invalid, or the tensors do not have the rows of the shards.
-    """
-    check_block_size(options["block_size"])
-    check_scale(options["scale"])
-    cu_seqlens, max_seqlen = options["cu_seqlens"], options["max_seqlen"]
-    check_arguments(tensors, None, cu_seqlens, max_seqlen, plan, backends)
-    rows = tensors["q"].shape[-3]
-    if rows != shards.rows:
-        raise InvalidInput(
-            f"q, k, v and blocks must have the {shards.rows} rows of this rank, got {rows}: pass"
-            " shards.take(x, -3)"
-        )
-    if has_values(cu_seqlens):
-        check_cu_seqlens(cu_seqlens, shards.total, max_seqlen)
-
-
-def _plan_of(
-    tensors: Mapping[str, torch.Tensor],
-    shards: Shards,
-    plan: BlockPlan | None,
-    backends: str | None,
-    options: Mapping[str, Any],
-) -> BlockPlan:
-    """Return ``plan``, or the cached plan of calls whose queries begin anywhere.
-
-    Raises:
-        InvalidInput: the plan does not fit.
-    """
-    q, k, v, blocks = tensors.values()
-    packed = options["cu_seqlens"] is not None
-    heads, widths = (q.shape[-2], k.shape[-2]), (q.shape[-1], v.shape[-1])
-    scoring = (options["block_size"], blocks.shape[-1], options["scale"])
-    sizes = BlockSizes(*heads, *widths, *scoring)
-    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if plan is not None:
-        check_plan(plan, sizes, q, packed, True, wants_grad)
-        return plan
-    seq_len = planned_length(shards.total, packed)
-    return default_block_plan(sizes, q.device, q.dtype, packed, True, wants_grad, backends, seq_len)
-
-
-def _compared_values(
-    tensors: Mapping[str, torch.Tensor],
-    shards: Shards,
-    plan: BlockPlan | None,
-    options: Mapping[str, Any],
-) -> dict[str, object]:
-    """Return what all ranks must have in common, by name.
-
-    The number of blocks of a query may differ.
-
-    Args:
-        tensors: q, k, v and blocks by name.
-        shards: the rows of this rank.
-        plan: the plan of the call; None: there is none.
-        options: block size, scale and documents of the call.
-    """
-    named = {name: tensors[name] for name in "qkv"}
-    return {
-        "the layout": shards.layout,
-        **values_of_packing(options["cu_seqlens"], options["max_seqlen"]),
-        "the total of shards": shards.total,
-        "the world of shards": shards.world,
-        **{f"the shape of {name}": tuple(x.shape) for name, x in named.items()},
-        "the dtype of q": tensors["q"].dtype,
-        "block_size": options["block_size"],
-        "scale": options["scale"],
-        "the plan": None if plan is None else names_of({"sel": plan.choice}),
-        "grad mode": torch.is_grad_enabled(),
-        "requires_grad": [name for name, x in named.items() if x.requires_grad],
-    }

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from nsa_core.errors import InvalidInput, NSAError
-from nsa_core.parallel.halo import Segment, Side, halo_sides
+from nsa_core.parallel.halo import Segment, halo_sides
 from nsa_core.parallel.layouts import pieces_per_rank
 from nsa_core.plan.default_plan import constant_result
 from nsa_core.torch_ops.autograd import without_tangents
@@ -166,22 +166,11 @@ def _(x: torch.Tensor, group: str) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _sides(total: int, layout: str, widths: list[int], group: str) -> tuple[Side, Side]:
-    """Return what this rank sends and receives in :func:`extend`."""
-    this = group_of(group)
-    return halo_sides(total, this.size(), this.rank(), layout, tuple(widths))
-
-
-def _row_sizes(win: torch.Tensor, raw: torch.Tensor, leading: int) -> tuple[int, int]:
-    """Return the number of elements of a row after ``leading`` axes."""
-    return math.prod(win.shape[leading:]), math.prod(raw.shape[leading:])
-
-
 def _exchange(
     rows: list[torch.Tensor],
-    leaving: Side,
-    arriving: Side,
-    row_sizes: tuple[int, int],
+    leaving: Sequence[Segment],
+    arriving: Sequence[Segment],
+    row_sizes: Sequence[int],
     group: str,
 ) -> Iterator[tuple[Segment, torch.Tensor]]:
     """Send rows, and return the segments that arrive with their elements.
@@ -193,29 +182,32 @@ def _exchange(
         row_sizes: elements per row of each tensor.
         group: name of the process group.
     """
-    world = group_size(group)
-    out, into = (side.sizes(world, row_sizes) for side in (leaving, arriving))
-    buffer = torch.cat([x.reshape(-1) for x in rows])
+    this = group_of(group)
+
+    def counts(segments: Sequence[Segment]) -> list[int]:
+        return [s.rows * row_sizes[s.tensor] for s in segments]
+
+    def of_ranks(segments: Sequence[Segment]) -> list[int]:
+        sums = [0] * this.size()
+        for s, count in zip(segments, counts(segments)):
+            sums[s.receiver if s.sender == this.rank() else s.sender] += count
+        return sums
+
+    buffer, into = torch.cat([x.reshape(-1) for x in rows]), of_ranks(arriving)
     received = buffer.new_empty(sum(into))
     with named_errors("extend", group):
-        dist.all_to_all_single(received, buffer, into, out, group=_groups[group])
-    return zip(arriving.segments, received.split(arriving.counts(row_sizes)))
+        dist.all_to_all_single(received, buffer, into, of_ranks(leaving), group=this)
+    return zip(arriving, received.split(counts(arriving)))
 
 
 @torch.library.custom_op("nsa_parallel::extend", mutates_args=())
 def extend(
-    win: torch.Tensor,
-    raw: torch.Tensor,
-    total: int,
-    layout: str,
-    widths: list[int],
-    group: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Extend each piece of two tensors by the rows to its left, in one all-to-all.
+    tensors: list[torch.Tensor], total: int, layout: str, widths: list[int], group: str
+) -> list[torch.Tensor]:
+    """Extend each piece of several tensors by the rows to its left, in one all-to-all.
 
     Args:
-        win: [n, ...], the rows of this rank.
-        raw: [n, ...], the rows of this rank, of win's dtype.
+        tensors: [n, ...] each, the rows of this rank, of one dtype.
         total: number of rows of all ranks, T.
         layout: "head_tail" or "contiguous".
         widths: number of rows to the left, for each tensor.
@@ -224,90 +216,83 @@ def extend(
     Returns:
         For each tensor [pieces, width + chunk, ...]; rows before row 0 of all are zero.
     """
-    pieces, tensors = pieces_per_rank(layout), (win, raw)
-    extended = []
+    pieces, extended = pieces_per_rank(layout), []
     for rows, width in zip(tensors, widths):
         own = rows.unflatten(0, (pieces, -1))
         zeros = rows.new_zeros((pieces, width, *rows.shape[1:]))
         extended.append(torch.cat((zeros, own), 1))
     if any(widths):
-        sent, received = _sides(total, layout, widths, group)
-        own_rows = [tensors[s.tensor].narrow(0, s.source, s.rows) for s in sent.segments]
-        own_rows.append(win.new_empty(0))
-        for s, part in _exchange(own_rows, sent, received, _row_sizes(win, raw, 1), group):
+        this = group_of(group)
+        sent, received = halo_sides(total, this.size(), this.rank(), layout, tuple(widths))
+        own_rows = [tensors[s.tensor].narrow(0, s.source, s.rows) for s in sent]
+        own_rows.append(tensors[0].new_empty(0))
+        row_sizes = [math.prod(x.shape[1:]) for x in tensors]
+        for s, part in _exchange(own_rows, sent, received, row_sizes, group):
             target = extended[s.tensor][s.piece].narrow(0, s.target, s.rows)
             target.copy_(part.view(target.shape))
-    return extended[0], extended[1]
+    return extended
 
 
 @extend.register_fake
 def _(
-    win: torch.Tensor,
-    raw: torch.Tensor,
-    total: int,
-    layout: str,
-    widths: list[int],
-    group: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors: list[torch.Tensor], total: int, layout: str, widths: list[int], group: str
+) -> list[torch.Tensor]:
     pieces = pieces_per_rank(layout)
-    shapes = [
-        (pieces, width + x.shape[0] // pieces, *x.shape[1:]) for x, width in zip((win, raw), widths)
+    return [
+        x.new_empty((pieces, width + x.shape[0] // pieces, *x.shape[1:]))
+        for x, width in zip(tensors, widths)
     ]
-    return win.new_empty(shapes[0]), raw.new_empty(shapes[1])
 
 
 @torch.library.custom_op("nsa_parallel::extend_back", mutates_args=())
 def extend_back(
-    win: torch.Tensor,
-    raw: torch.Tensor,
+    tensors: list[torch.Tensor],
     total: int,
     layout: str,
     widths: list[int],
     group: str,
     precise: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> list[torch.Tensor]:
     """Send the rows to the left of each piece back, and add them to the rows of their rank.
 
     Additions have a fixed order and no atomics.
 
     Args:
-        win: [pieces, width + chunk, ...].
-        raw: [pieces, width + chunk, ...], of win's dtype.
+        tensors: [pieces, width + chunk, ...] each, of one dtype.
         total, layout, widths, group: as in :func:`extend`.
         precise: dtype of the sum.
 
     Returns:
         For each tensor [n, ...] of dtype ``precise``.
     """
-    tensors = (win, raw)
     totals = [
         x[:, width:].flatten(0, 1).to(precise, copy=True) for x, width in zip(tensors, widths)
     ]
     if any(widths):
-        sent, received = _sides(total, layout, widths, group)
-        rows = [tensors[s.tensor][s.piece].narrow(0, s.target, s.rows) for s in received.segments]
-        rows.append(win.new_empty(0))
-        for s, part in _exchange(rows, received, sent, _row_sizes(win, raw, 2), group):
+        this = group_of(group)
+        sent, received = halo_sides(total, this.size(), this.rank(), layout, tuple(widths))
+        rows = [tensors[s.tensor][s.piece].narrow(0, s.target, s.rows) for s in received]
+        rows.append(tensors[0].new_empty(0))
+        row_sizes = [math.prod(x.shape[2:]) for x in tensors]
+        for s, part in _exchange(rows, received, sent, row_sizes, group):
             target = totals[s.tensor].narrow(0, s.source, s.rows)
             target.add_(part.view(target.shape))
-    return totals[0], totals[1]
+    return totals
 
 
 @extend_back.register_fake
 def _(
-    win: torch.Tensor,
-    raw: torch.Tensor,
+    tensors: list[torch.Tensor],
     total: int,
     layout: str,
     widths: list[int],
     group: str,
     precise: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    outs = [
+) -> list[torch.Tensor]:
+    return [
         x.new_empty((x.shape[0] * (x.shape[1] - width), *x.shape[2:]), dtype=precise)
-        for x, width in zip((win, raw), widths)
+        for x, width in zip(tensors, widths)
     ]
-    return outs[0], outs[1]
 
 
 def sum_dtype(dtype: torch.dtype, reduce: torch.dtype) -> torch.dtype:
@@ -333,20 +318,24 @@ def _sum_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
     return sum_ranks(grad, *ctx.arguments), None
 
 
-def _extend_backward(ctx: Any, win: torch.Tensor, raw: torch.Tensor) -> tuple[Any, ...]:
-    d_win, d_raw = extend_back(win, raw, *ctx.arguments[1:], sum_dtype(ctx.dtype, torch.float32))
-    return (d_win.to(ctx.dtype), d_raw.to(ctx.dtype), *[None] * 4)
+def _save_place(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.dtype, ctx.arguments = inputs[0][0].dtype, inputs[1:]
 
 
-def _extend_back_backward(ctx: Any, win: torch.Tensor, raw: torch.Tensor) -> tuple[Any, ...]:
-    d_win, d_raw = extend(win, raw, *ctx.arguments[1:-1])
-    return (d_win.to(ctx.dtype), d_raw.to(ctx.dtype), *[None] * 5)
+def _extend_backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
+    totals = extend_back(grads, *ctx.arguments, sum_dtype(ctx.dtype, torch.float32))
+    return ([total.to(ctx.dtype) for total in totals], *[None] * 4)
+
+
+def _extend_back_backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
+    rows = extend(grads, *ctx.arguments[:-1])
+    return ([x.to(ctx.dtype) for x in rows], *[None] * 5)
 
 
 gather_rows.register_autograd(_gather_backward, setup_context=_save_group)
 scatter_sum.register_autograd(_scatter_backward, setup_context=_save_group)
-extend.register_autograd(_extend_backward, setup_context=_save_group)
-extend_back.register_autograd(_extend_back_backward, setup_context=_save_group)
+extend.register_autograd(_extend_backward, setup_context=_save_place)
+extend_back.register_autograd(_extend_back_backward, setup_context=_save_place)
 sum_ranks.register_autograd(_sum_backward, setup_context=_save_group)
 
 gather_rows, scatter_sum, extend, extend_back, sum_ranks = (  # type: ignore[assignment]

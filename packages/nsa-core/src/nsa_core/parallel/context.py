@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from nsa_core.config import NSAConfig
-from nsa_core.errors import InvalidInput, Unsupported
+from nsa_core.errors import InvalidInput
 from nsa_core.layer.gating import compute_gates
 from nsa_core.layer.input_checks import check_plan
-from nsa_core.layer.module import NSAttention
-from nsa_core.layer.rope import RopeTable, rope_table
+from nsa_core.layer.module import NSAttention, ParallelForward
+from nsa_core.layer.rope import rope_table
 from nsa_core.packing import token_positions
 from nsa_core.parallel import heads, sequence
 from nsa_core.parallel.agreement import agreed, values_of_layer
@@ -23,7 +23,7 @@ from nsa_core.parallel.collectives import group_name
 from nsa_core.parallel.exchange_rows import RankCall, Ranks
 from nsa_core.parallel.layouts import check_layout, pieces_per_rank
 from nsa_core.parallel.shards import Shards
-from nsa_core.plan.default_plan import check_is_plan, default_plan, planned_length
+from nsa_core.plan.default_plan import default_plan, planned_length
 from nsa_core.plan.finite_checks import checked_plan
 from nsa_core.torch_ops.packing_checks import check_cu_seqlens, has_values
 
@@ -144,7 +144,7 @@ def heads_of_one_rank(config: NSAConfig, world: int) -> NSAConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class DividedSequence:
+class DividedSequence(ParallelForward):
     """The forward of a layer whose sequence is divided over ranks.
 
     Attributes:
@@ -155,22 +155,16 @@ class DividedSequence:
         share: the config of the plan: in mode heads with the heads of one rank, else the layer's.
     """
 
+    limit: ClassVar[str] = (
+        "context parallel: this layer holds a part of the sequence, by ContextParallel; load the"
+        " parameters into a model without the style"
+    )
+
     mode: str
     rank: Shards
     group: str
     reduce: torch.dtype
     share: NSAConfig
-
-    def refuse(self, action: str) -> NoReturn:
-        """Raise Unsupported for ``action``, which needs the whole sequence on one rank.
-
-        Raises:
-            Unsupported: always.
-        """
-        raise Unsupported(
-            f"{action} is not context parallel: this layer holds a part of the sequence, by"
-            " ContextParallel; load the parameters into a model without the style"
-        )
 
     def forward(
         self,
@@ -223,51 +217,27 @@ class DividedSequence:
             )
         if has_values(cu_seqlens):
             check_cu_seqlens(cu_seqlens, ranks.total, max_seqlen)
-        product, table = layer.product(x), None
-        if layer.config.rope:
-            table = _rope_of_rows(product, cu_seqlens, ranks, layer.config)
+        product, table, config = layer.product(x), None, layer.config
+        if config.rope:  # the angles of this rank's rows by their positions in their documents
+            positions = [
+                torch.arange(first, end, device=product.device)
+                if cu_seqlens is None
+                else token_positions(cu_seqlens, end - first, first).position
+                for first, end in ranks.pieces
+            ]
+            angles = (config.qk_dim, config.frequencies, product.dtype)
+            table = rope_table(torch.cat(positions), *angles)
         q, raw, ks, vs = layer.rotated(product, table)
         gates = compute_gates(layer.gate, x)
         tensors = (q, gates, *raw, *ks, *vs)
-        wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        packed = cu_seqlens is not None
+        packed, partial = cu_seqlens is not None, self.mode == "sequence"
         if plan is not None:
-            self._check_plan(plan, q, packed, wants_grad)
+            wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+            check_plan(plan, self.share, q, packed, wants_grad, partial)
         else:
-            seq_len, partial = planned_length(ranks.total, packed), self.mode == "sequence"
-            needs_grad = layer._needs_grad(x)
+            seq_len, needs_grad = planned_length(ranks.total, packed), layer._needs_grad(x)
             plan = default_plan(
                 self.share, q.device, q.dtype, packed, needs_grad, layer.backends, seq_len, partial
             )
         plan = checked_plan(plan, layer.layer) if layer.check else plan
         return RankCall(plan, q, gates, raw, ks, vs)
-
-    def _check_plan(self, plan: Plan, q: torch.Tensor, packed: bool, wants_grad: bool) -> None:
-        """Check that an explicit plan fits the call."""
-        check_is_plan(plan)
-        if self.mode == "sequence" and not plan.requests["cmp"].partial:
-            raise InvalidInput(
-                "plan is for whole sequences, but ContextParallel in mode 'sequence' has"
-                " queries that begin inside a sequence: resolve it with partial=True"
-            )
-        check_plan(plan, self.share, q, packed, wants_grad)
-
-
-def _rope_of_rows(
-    product: torch.Tensor, cu_seqlens: torch.Tensor | None, ranks: Ranks, config: NSAConfig
-) -> RopeTable:
-    """Return the angles of this rank's rows by their positions in their documents.
-
-    Args:
-        product: output of ``qkv``.
-        cu_seqlens: int32 [documents + 1], the documents of all ranks; None for one sequence.
-        ranks: the rows of this rank.
-        config: the config of the layer.
-    """
-    positions = [
-        torch.arange(first, end, device=product.device)
-        if cu_seqlens is None
-        else token_positions(cu_seqlens, end - first, first).position
-        for first, end in ranks.pieces
-    ]
-    return rope_table(torch.cat(positions), config.qk_dim, config.frequencies, product.dtype)

@@ -220,19 +220,6 @@ def _keep_results_of(kept: Any, _: Any, op: Any, *args: Any, **options: Any) -> 
     return CheckpointPolicy.MUST_SAVE if op == kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class Extended(NamedTuple):
-    """Pieces of this rank with the rows to their left; rows before row 0 of all are zero.
-
-    Attributes:
-        win: for each piece its keys and values of win, [w - 1 + chunk, B, G, D].
-        raw: the keys and values that phi compresses, all pieces in one tensor each,
-            [pieces * (l - 1 + chunk), B, G, D].
-    """
-
-    win: list[Pair]
-    raw: Pair
-
-
 class _Extended(torch.autograd.Function):
     """See :func:`extend_pieces`."""
 
@@ -247,7 +234,7 @@ class _Extended(torch.autograd.Function):
         widths: list[int],
     ) -> tuple[torch.Tensor, ...]:
         joint = [torch.cat(pair, -1) for pair in ((k_win, v_win), (k_raw, v_raw))]
-        win, raw = extend(*joint, ranks.total, ranks.layout, widths, ranks.group)
+        win, raw = extend(joint, ranks.total, ranks.layout, widths, ranks.group)
         ctx.ranks, ctx.widths, ctx.dtype = ranks, widths, k_win.dtype
         dk, dk_raw, raw = k_win.shape[-1], k_raw.shape[-1], raw.flatten(0, 1)
         pairs = [(win[j][..., :dk], win[j][..., dk:]) for j in range(len(ranks.pieces))]
@@ -260,7 +247,7 @@ class _Extended(torch.autograd.Function):
         raw = torch.cat(grads[-2:], -1).unflatten(0, (pieces, -1))
         precise = sum_dtype(ctx.dtype, ranks.reduce)
         arguments = (ranks.total, ranks.layout, ctx.widths, ranks.group, precise)
-        d_win, d_raw = (total.to(ctx.dtype) for total in extend_back(win, raw, *arguments))
+        d_win, d_raw = (total.to(ctx.dtype) for total in extend_back([win, raw], *arguments))
         dk, dk_raw = grads[0].shape[-1], grads[-2].shape[-1]
         gradients = (d_win[..., :dk], d_win[..., dk:], d_raw[..., :dk_raw], d_raw[..., dk_raw:])
         return (*gradients, None, None)
@@ -271,7 +258,7 @@ def extend_pieces(
     raw: Pair,  # each [n, B, G, D]
     ranks: Ranks,
     widths: list[int],
-) -> Extended:
+) -> tuple[list[Pair], Pair]:
     """Extend the pieces of this rank by rows to their left, in one collective.
 
     Args:
@@ -279,6 +266,11 @@ def extend_pieces(
         raw: keys and values of this rank's rows that phi compresses.
         ranks: the rows and the group.
         widths: number of rows, w - 1 for win and l - 1 for phi.
+
+    Returns:
+        For each piece its keys and values of win, [w - 1 + chunk, B, G, D]; and the keys and values
+        that phi compresses, all pieces in one tensor each, [pieces * (l - 1 + chunk), B, G, D].
+        Rows before row 0 of all are zero.
     """
     flat = _Extended.apply(*win, *raw, ranks, widths)  # type: ignore[no-untyped-call]
-    return Extended(list(zip(flat[:-2:2], flat[1:-2:2])), (flat[-2], flat[-1]))
+    return list(zip(flat[:-2:2], flat[1:-2:2])), (flat[-2], flat[-1])

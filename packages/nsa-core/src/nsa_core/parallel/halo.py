@@ -71,42 +71,15 @@ def segments(total: int, world: int, layout: str, widths: tuple[int, ...]) -> tu
     return tuple(result)
 
 
-class Side(NamedTuple):
-    """The segments that a rank sends, or those that it receives, in the order of the buffer.
-
-    Attributes:
-        segments: the segments, sorted by ``peers``.
-        peers: the other rank of each segment.
-    """
-
-    segments: tuple[Segment, ...]
-    peers: tuple[int, ...]
-
-    def counts(self, row_sizes: tuple[int, ...]) -> list[int]:
-        """Return the number of elements of each segment.
-
-        Args:
-            row_sizes: elements per row of each tensor.
-        """
-        return [segment.rows * row_sizes[segment.tensor] for segment in self.segments]
-
-    def sizes(self, world: int, row_sizes: tuple[int, ...]) -> list[int]:
-        """Return the number of elements to or from each of ``world`` ranks."""
-        sums = [0] * world
-        for peer, count in zip(self.peers, self.counts(row_sizes)):
-            sums[peer] += count
-        return sums
-
-
 @functools.lru_cache(maxsize=256)
 def halo_sides(
     total: int, world: int, rank: int, layout: str, widths: tuple[int, ...]
-) -> tuple[Side, Side]:
-    """Return what one rank sends and what it receives; arguments as :func:`segments`."""
+) -> tuple[list[Segment], list[Segment]]:
+    """Return what one rank sends and what it receives, each in the order of the buffer.
+
+    The arguments are those of :func:`segments`.
+    """
     every = segments(total, world, layout, widths)
     sent = sorted((s for s in every if s.sender == rank), key=lambda s: s.receiver)  # stable
     received = sorted((s for s in every if s.receiver == rank), key=lambda s: s.sender)
-    return (
-        Side(tuple(sent), tuple([s.receiver for s in sent])),
-        Side(tuple(received), tuple([s.sender for s in received])),
-    )
+    return sent, received

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from nsa_core.errors import InvalidInput, Unsupported
+from nsa_core.errors import InvalidInput
 from nsa_core.layer.gating import LinearGate, MLPGate
-from nsa_core.layer.module import NSAttention
+from nsa_core.layer.module import NSAttention, ParallelForward
 from nsa_core.layer.plain_linear import are_plain
 from nsa_core.parallel.agreement import agreed, is_compared, values_of_layer
 from nsa_core.parallel.collectives import gather_rows, group_name, sum_dtype, sum_ranks
@@ -72,7 +72,16 @@ class HeadParallel(ParallelStyle):
                 f"HeadParallel needs plain layers qkv, out and gate, got {', '.join(wrapped)}:"
                 " apply the style before wrapping or sharding the layer"
             )
-        _check_whole(layer)
+        sharded = [
+            f"{name} ({type(parameter).__name__})"
+            for name, parameter in layer.named_parameters()
+            if type(parameter) is not nn.Parameter
+        ]
+        if sharded:
+            raise InvalidInput(
+                f"HeadParallel needs parameters that are not sharded, got {', '.join(sharded)}:"
+                " apply the style before fully_shard"
+            )
         if world == 1:
             return module
         sections = tuple(layer._widths)
@@ -89,24 +98,6 @@ class HeadParallel(ParallelStyle):
         for linear in linears:
             linear.out_features, linear.in_features = linear.weight.shape
         return module
-
-
-def _check_whole(layer: NSAttention) -> None:
-    """Check that no parameter of the layer is sharded.
-
-    Raises:
-        InvalidInput: Some are; the message names them.
-    """
-    sharded = [
-        f"{name} ({type(parameter).__name__})"
-        for name, parameter in layer.named_parameters()
-        if type(parameter) is not nn.Parameter
-    ]
-    if sharded:
-        raise InvalidInput(
-            f"HeadParallel needs parameters that are not sharded, got {', '.join(sharded)}: apply"
-            " the style before fully_shard"
-        )
 
 
 def _is_plain(linear: nn.Module) -> bool:
@@ -190,7 +181,7 @@ class _Inputs(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class DividedHeads:
+class DividedHeads(ParallelForward):
     """The forward of a layer whose heads are divided over ranks.
 
     Attributes:
@@ -201,22 +192,16 @@ class DividedHeads:
         inputs: the part of the layer before the core.
     """
 
+    limit: ClassVar[str] = (
+        "head parallel: this layer holds some of the heads, by HeadParallel; load"
+        " whole_parameters() into a model without the style"
+    )
+
     world: int
     rank: int
     group: str
     sections: tuple[int, ...]
     inputs: _Inputs
-
-    def refuse(self, action: str) -> NoReturn:
-        """Raise Unsupported for ``action``, which needs all heads on one rank.
-
-        Raises:
-            Unsupported: always.
-        """
-        raise Unsupported(
-            f"{action} is not head parallel: this layer holds some of the heads, by HeadParallel;"
-            " load whole_parameters() into a model without the style"
-        )
 
     def forward(
         self,

@@ -8,16 +8,14 @@ with ``layer.recompute`` it runs all branches again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from nsa_core.parallel.compressed_rows import blocks_of_pieces, gathered_rows
 from nsa_core.parallel.exchange_rows import (
-    Extended,
     Pair,
     Ranks,
     attend_gathered,
@@ -26,7 +24,7 @@ from nsa_core.parallel.exchange_rows import (
     rows_first,
     slot_form,
 )
-from nsa_core.torch_ops.core_node import keeping_the_blocks
+from nsa_core.torch_ops.core_node import run_again_in_backward
 
 if TYPE_CHECKING:
     from nsa_core.layer.module import NSAttention
@@ -79,31 +77,33 @@ def attend(
         for k, v in (raw, (ks[0], vs[0]), (ks[-1], vs[-1]))
     )
     widths = [config.window_size - 1, config.compress_block_size - 1]
-    extended = extend_pieces(win, raw, ranks, widths)
-    compressed, windows = _compressed(layer, extended, packing, ranks), extended.win
-    queries, gate_pieces = _pieces(q, ranks), _pieces(gates, ranks)
+    windows, extended = extend_pieces(win, raw, ranks, widths)
+    compressed = _compressed(layer, extended, packing, ranks)
+    queries, gate_pieces = (x.split(ranks.chunk, -3) for x in (q, gates))
     recompute = layer.recompute and torch.is_grad_enabled()
 
     def core() -> list[torch.Tensor]:
-        branches = _cmp_and_select(plan, queries, compressed, packing, ranks)
-        blocks = [selected for _, selected in branches]
-        o_sel = _sel(plan, queries, sel, blocks, packing, ranks, recompute)
+        o_cmp, blocks = [], []
+        for q, (k, v), (first, _) in zip(queries, compressed, ranks.pieces):
+            o, lse = plan.cmp(q, k, v, **packing.of_slots, first_query=first)
+            o_cmp.append(o)
+            blocks.append(plan.select(q, k, lse, **packing.of_slots, first_query=first))
+
+        def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            first, _ = ranks.pieces[index]
+            o: torch.Tensor
+            o, _ = plan.sel(q, k, v, blocks[index], **packing.of_slots, first_query=first)
+            return o
+
+        kernel: Any = getattr(plan.sel, "kernel", plan.sel)  # that of a checked plan is inside
+        options = (packing.packed, ranks, recompute)
+        o_sel = attend_gathered(attend, kernel, queries, sel, *options)
         o_win = _win(plan, queries, windows, packing, ranks)
-        return [
-            _combined(plan, gate, o_cmp, *others)
-            for gate, (o_cmp, _), *others in zip(gate_pieces, branches, o_sel, o_win)
-        ]
+        pieces = zip(gate_pieces, o_cmp, o_sel, o_win)
+        return [_combined(plan, *piece) for piece in pieces]
 
-    outputs = _run_again_in_backward(core) if recompute else core()
+    outputs = run_again_in_backward(core) if recompute else core()
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -3)
-
-
-def _run_again_in_backward(core: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-    """Run ``core``, keep of its tensors the selected blocks, and run the rest again in backward."""
-    outputs: list[torch.Tensor] = checkpoint(
-        core, use_reentrant=False, preserve_rng_state=False, context_fn=keeping_the_blocks
-    )
-    return outputs
 
 
 def _packing_of(
@@ -115,20 +115,19 @@ def _packing_of(
     return _Packing(cu_seqlens, True, total if max_seqlen is None else max_seqlen)
 
 
-def _pieces(x: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, ...]:
-    """Return the rows of each piece of x [..., n, heads, D]."""
-    pieces: tuple[torch.Tensor, ...] = x.split(ranks.chunk, -3)
-    return pieces
+def _compressed(layer: NSAttention, raw: Pair, packing: _Packing, ranks: Ranks) -> list[Pair]:
+    """Return the compressed keys and values of all ranks, a pair for each piece.
 
-
-def _compressed(
-    layer: NSAttention, extended: Extended, packing: _Packing, ranks: Ranks
-) -> list[Pair]:
-    """Return the compressed keys and values of all ranks, a pair for each piece."""
+    Args:
+        layer: the layer.
+        raw: the extended pieces of this rank, one after the other (:func:`extend_pieces`).
+        packing: the documents.
+        ranks: the rows and the group.
+    """
     geometry = layer.config.geometry
     blocks = blocks_of_pieces(packing.bounds, ranks, geometry)
-    batch = extended.raw[0].shape[1]
-    k_raw, v_raw = (x.flatten(1, 2) for x in extended.raw)
+    batch = raw[0].shape[1]
+    k_raw, v_raw = (x.flatten(1, 2) for x in raw)
     k, v = layer.compressed(k_raw, v_raw, blocks)
     k, v = (x.unflatten(1, (batch, -1)) for x in (k, v))
     rows = geometry.max_compressed if packing.packed else geometry.num_compressed
@@ -137,42 +136,6 @@ def _compressed(
         (slot_form(k, packing.packed), slot_form(v, packing.packed))
         for k, v in gather_pairs(k, v, at, ranks, len(ranks.pieces))
     ]
-
-
-def _cmp_and_select(
-    plan: Plan,
-    queries: Sequence[torch.Tensor],
-    compressed: Sequence[Pair],
-    packing: _Packing,
-    ranks: Ranks,
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the output of cmp and the selected blocks of each piece."""
-    results = []
-    for q, (k, v), (first, _) in zip(queries, compressed, ranks.pieces):
-        o, lse = plan.cmp(q, k, v, **packing.of_slots, first_query=first)
-        results.append((o, plan.select(q, k, lse, **packing.of_slots, first_query=first)))
-    return results
-
-
-def _sel(
-    plan: Plan,
-    queries: Sequence[torch.Tensor],
-    local: Pair,
-    blocks: Sequence[torch.Tensor],
-    packing: _Packing,
-    ranks: Ranks,
-    recompute: bool,
-) -> list[torch.Tensor]:
-    """Return the output of sel of each piece."""
-
-    def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        first, _ = ranks.pieces[index]
-        o: torch.Tensor
-        o, _ = plan.sel(q, k, v, blocks[index], **packing.of_slots, first_query=first)
-        return o
-
-    kernel: Any = getattr(plan.sel, "kernel", plan.sel)  # that of a checked plan is inside
-    return attend_gathered(attend, kernel, queries, local, packing.packed, ranks, recompute)
 
 
 def _win(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,12 +10,12 @@ import torch
 
 from nsa_core.config import NSAConfig
 from nsa_core.contract import BlockTables, DecodeCall, PageScales, Request, SlotSpec
+from nsa_core.dryrun import slot_inputs
 from nsa_core.dtypes import stats_dtype
 from nsa_core.torch_ops.core_backward import CoreBackward
 from nsa_core.torch_ops.decode_kernel import DecodeKernel
 from nsa_core.torch_ops.kernel import Kernel
 from nsa_core.torch_ops.schema import DIFFERENTIABLE, INPUTS
-from nsa_core.torch_ops.tensor_checks import CALLS
 
 
 def warm(
@@ -109,28 +110,9 @@ def _warm_backward(
 
 def _zeros(request: Request, length: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Return the inputs of the slot by name: one sequence, or documents, of ``length`` tokens."""
-    geometry = request.geometry
-    dtype: torch.dtype = getattr(torch, request.dtype)
-    rows = geometry.max_compressed(length) if request.varlen else geometry.num_compressed(length)
-    sizes = {
-        "B": 1,
-        "S": length,
-        "N": length,
-        "Hq": request.n_heads,
-        "G": request.n_kv_heads,
-        "Dk": request.head_dim,
-        "Dv": request.v_head_dim,
-        "C": rows,
-        "n": geometry.num_selected_blocks,
-        "3": 3,
-    }
-    dtypes = {"blocks": torch.int32, "lse": stats_dtype(dtype), "gates": stats_dtype(dtype)}
-    tensors = {}
-    for name in INPUTS[request.slot]:
-        axes = [a for a in CALLS[request.slot][name].axes if not (request.varlen and a == "B")]
-        shape = [sizes[axis] for axis in axes]
-        tensors[name] = torch.zeros(shape, dtype=dtypes.get(name, dtype), device=device)
-    return tensors
+    request = dataclasses.replace(request, batch=1, seq_len=length, partial=False)
+    _, tensors, _ = slot_inputs(request, device)
+    return {name: x.zero_() for name, x in zip(INPUTS[request.slot], tensors)}
 
 
 def _warm_decode(

@@ -325,34 +325,23 @@ def gradients(
             blocks = saved["blocks"]
             saved |= run_branches(slots, inputs, blocks, packing, blocks is None)._asdict()
         del inputs
-    fused = kernels.fused is not None and nonnegative_gates and all(needs) and _has_work(saved)
+    fused = kernels.fused
     with autograd.backward_context():
-        if fused:
-            return _fused_gradients(kernels, max_seqlen, grads, saved)
-        return gradients_by_slots(kernels, max_seqlen, grads, saved, needs)
+        if fused is None or not (nonnegative_gates and all(needs) and _has_work(saved)):
+            return gradients_by_slots(kernels, max_seqlen, grads, saved, needs)
+        direct = not torch.is_grad_enabled() and autograd.is_unobserved(*grads, *saved.values())
+        _, kernel = kernels.backwards["cmp"]
+        names = (*core_backward.DIFFERENTIABLE, *core_backward.STATISTICS, *core_backward.OUTPUTS)
+        tensors = [grads.pop(), *(saved.pop(name) for name in names)]
+        tail = (saved["cu_seqlens"], *kernel.tail(max_seqlen))
+        results: tuple[torch.Tensor, ...] = fused.gradients(direct, tensors, tail)
+        return results
 
 
 def _has_work(saved: Mapping[str, Any]) -> bool:
     """Return whether there are queries, compressed tokens and blocks, so that no slot is empty."""
     q, k_cmp, blocks = saved["q"], saved["k_cmp"], saved["blocks"]
     return blocks is not None and bool(q.numel() and k_cmp.shape[-3] and blocks.shape[-1])
-
-
-def _fused_gradients(
-    kernels: CoreKernels,
-    max_seqlen: int,
-    grads: list[torch.Tensor],
-    saved: dict[str, Any],
-) -> tuple[torch.Tensor, ...]:
-    """Return what :func:`gradients_by_slots` does, by the fused backward of the plan."""
-    assert kernels.fused is not None
-    direct = not torch.is_grad_enabled() and autograd.is_unobserved(*grads, *saved.values())
-    _, kernel = kernels.backwards["cmp"]
-    names = (*core_backward.DIFFERENTIABLE, *core_backward.STATISTICS, *core_backward.OUTPUTS)
-    tensors = [grads.pop(), *(saved.pop(name) for name in names)]
-    tail = (saved["cu_seqlens"], *kernel.tail(max_seqlen))
-    results: tuple[torch.Tensor, ...] = kernels.fused.gradients(direct, tensors, tail)
-    return results
 
 
 def gradients_by_slots(

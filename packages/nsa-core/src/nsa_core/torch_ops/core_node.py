@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -43,6 +43,8 @@ from nsa_core.torch_ops.torch_state import is_eager, is_exporting
 
 if TYPE_CHECKING:
     from nsa_core.plan.plan import Plan
+
+Result = TypeVar("Result")
 
 
 class CoreResults(NamedTuple):
@@ -103,38 +105,15 @@ def run_core(
         options = (recompute, nonnegative_gates, causal)
         o, branches = core_op.core(plan.core, inputs, blocks, cu_seqlens, max_seqlen, *options)
         return _results(o, branches)
-    run = functools.partial(
-        _run_slots,
-        plan,
-        blocks=blocks,
-        cu_seqlens=cu_seqlens,
-        max_seqlen=max_seqlen,
-        causal=causal,
-    )
+    packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+
+    def run(*tensors: torch.Tensor) -> CoreResults:
+        """Run the slots on the tensors of CoreInputs, each with its own gradient."""
+        return _results(*run_all(plan, CoreInputs(*tensors), blocks, packing, causal))
+
     if not (recompute and torch.is_grad_enabled()) or _ignores_recompute():
         return run(*inputs)
-    results: CoreResults = torch.utils.checkpoint.checkpoint(
-        run,
-        *inputs,
-        use_reentrant=False,
-        preserve_rng_state=False,
-        context_fn=keeping_the_blocks,
-    )
-    return results
-
-
-def _run_slots(
-    plan: Plan,
-    *tensors: torch.Tensor,
-    blocks: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    max_seqlen: int,
-    causal: bool,
-) -> CoreResults:
-    """Run the slots on the tensors of CoreInputs, each with its own gradient."""
-    packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-    o, branches = run_all(plan, CoreInputs(*tensors), blocks, packing, causal)
-    return _results(o, branches)
+    return run_again_in_backward(run, *inputs)
 
 
 def _results(o: torch.Tensor, branches: Branches) -> CoreResults:
@@ -177,10 +156,15 @@ def _policy(_: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if is_select else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# A context_fn of torch.utils.checkpoint.
-keeping_the_blocks = functools.partial(
-    torch.utils.checkpoint.create_selective_checkpoint_contexts, _policy
-)
+def run_again_in_backward(function: Callable[..., Result], *tensors: torch.Tensor) -> Result:
+    """Return ``function(*tensors)``; keep of its tensors the blocks, and compute others again."""
+    contexts = functools.partial(
+        torch.utils.checkpoint.create_selective_checkpoint_contexts, _policy
+    )
+    result: Result = torch.utils.checkpoint.checkpoint(
+        function, *tensors, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+    )
+    return result
 
 
 class _HeldGradient:

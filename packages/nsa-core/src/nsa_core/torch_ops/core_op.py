@@ -99,36 +99,17 @@ def core(
 ) -> tuple[torch.Tensor, Branches]:
     """Run the five slots as one operator.
 
-    Args:
-        constants: The plan.
-        inputs: The tensors of the call.
-        blocks: Blocks that replace the selection; None runs `select`.
-        cu_seqlens: int32 [documents + 1], for packed calls.
-        max_seqlen: Length of the longest document, or an upper bound.
-        recompute: Whether to run the branches again in the backward.
-        nonnegative_gates: Whether no gate is negative.
-        causal: Whether the causal kernel of sel replaces select and sel.
+    The arguments and the errors are those of :func:`nsa_core.torch_ops.core_node.run_core`, with
+    the constants of its plan. ``causal``: the causal kernel of sel replaces select and sel.
 
     Returns:
         o, and the results of the branches with the blocks that were used; None if ``causal``.
-
-    Raises:
-        InvalidInput, NSAError: As :func:`nsa_core.torch_ops.core_node.run_core`.
     """
+    options = (recompute, nonnegative_gates, causal)
     names, scale, geometry, deterministic = constants
-    o, *results = torch.ops.nsa_core.core.default(
-        *inputs,
-        cu_seqlens,
-        blocks,
-        max_seqlen,
-        names,
-        scale,
-        list(geometry),
-        deterministic,
-        recompute,
-        nonnegative_gates,
-        causal,
-    )
+    plan = (names, scale, list(geometry), deterministic)
+    arguments = (*inputs, cu_seqlens, blocks, max_seqlen, *plan, *options)
+    o, *results = torch.ops.nsa_core.core.default(*arguments)
     branches = Branches(*results)
     selected = blocks is None and not causal
     return o, branches if selected else branches._replace(blocks=blocks)
