@@ -160,8 +160,6 @@ WRONG = {
     "inspect --out i --text README.md --dtype fp17": DTYPE,
     "inspect --out i --text README.md --backends nope": BACKEND,
     "inspect --out i --text README.md --device gpu": DEVICE,
-    "inspect --out i --text README.md --layer 2": "--layer must be 0 to 1, got 2",
-    "inspect --out i --text README.md --max-tokens 64": "--max-tokens must be more than 64 tokens",
     "inspect --out /no/such/x --text README.md": f"--out {NO_FOLDER}",
     "inspect --out packages --text README.md": "--out packages is not empty: it holds",
 }

@@ -312,10 +312,9 @@ def test_tasks_print_their_best_loss_or_accuracy(nsa, tmp_path, monkeypatch):
     run, new = str(tmp_path / "r"), str(tmp_path / "new")
     for command in (["generate"], ["inspect", "--out", new]):
         with monkeypatch.context() as patch:
-            # Before torch loads.
-            patch.setattr(f"nsa_cli.{command[0]}.pick_device", lambda *_: pytest.fail("too late"))
+            patch.setattr("torch.nn.Module.to", lambda *_: pytest.fail("a model was built"))
             done = nsa(*command, "--checkpoint", run)
-        message = f"nsa: --checkpoint {run} was trained on a task, which has no tokenizer; give a"
+        message = f"nsa: {run} was trained on a task, which has no tokenizer; give a"
         assert (done.code, done.err.startswith(message)) == (2, True)
     with pytest.raises(InvalidInput, match="was trained on a task, which has no tokenizer"):
         open_subject(run)

@@ -54,7 +54,7 @@ def generate(
 ) -> None:
     """Print the prompt and its continuation, up to the end of the document or --max-new-tokens."""
     with output.exit_codes():
-        check_checkpoint(checkpoint, on_text=True)
+        check_checkpoint(checkpoint)
         chosen = parse_backends(backends)  # None: those that the folder names
         need_extras("nsa generate", ["safetensors", "transformers"])
         torch_device = pick_device(device, threads)

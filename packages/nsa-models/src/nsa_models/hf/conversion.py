@@ -17,7 +17,7 @@ from nsa_core.util.atomic_files import check_output_folder, writing
 from nsa_models.hf.configs import layer_spec
 from nsa_models.hf.folder import load_model
 from nsa_models.hf.models import MODELS
-from nsa_models.lm import saving
+from nsa_models.lm import config_json, saving
 from nsa_models.lm.config import layers_with_nsa
 from nsa_models.lm.config_json import DENSE_TYPES, LayerSpec, nsa_fields
 from nsa_models.lm.model_folder import ModelFolder, open_folder, plain_file
@@ -226,29 +226,35 @@ def convert_checkpoint(
     """
     target = Path(target)
     check_output_folder(target)
-    folder = open_dense(source)
-    dense = load_model(folder, dtype)
-    fields = {**default_fields(folder), **nsa_fields(nsa)}
-    conversion = convert(dense, fields, backends, nsa_layers)
+    folder, fields = open_dense(source, nsa, nsa_layers)
+    conversion = convert(load_model(folder, dtype), fields, backends, nsa_layers)
     write(conversion.model, folder, target)
     return conversion
 
 
-def default_fields(folder: ModelFolder) -> dict[str, Any]:
-    """Return the fields of NSAConfig that a dense run of `nsa train` states; empty for others."""
-    return dict(folder.values.get("nsa") or {})
+def open_dense(
+    source: str | Path, nsa: Mapping[str, Any] | None, nsa_layers: NSALayers
+) -> tuple[ModelFolder, dict[str, Any]]:
+    """Open the folder of a dense model, and check what :func:`convert` will make of it.
 
+    Args:
+        source: The folder.
+        nsa: As in :func:`convert`.
+        nsa_layers: As in :func:`convert`.
 
-def open_dense(source: str | Path) -> ModelFolder:
-    """Open the folder of a dense model.
+    Returns:
+        The folder, and ``nsa`` with the fields that a dense run of `nsa train` states.
 
     Raises:
-        InvalidInput: As :func:`nsa_models.lm.model_folder.open_folder`; or the model has NSA, or
-            its tokenizer cannot be read.
+        InvalidInput: As :func:`nsa_models.lm.model_folder.open_folder`; or the model has NSA, its
+            tokenizer cannot be read, or ``nsa`` or ``nsa_layers`` does not suit the model.
     """
     folder = open_folder(source, types=DENSE_TYPES)
     folder.tokenizer()  # it is copied with the model
-    return folder
+    fields = {**nsa_fields(folder.values.get("nsa")), **nsa_fields(nsa)}
+    config_json.layer_spec({**config_json.complete(folder.values), "nsa": {**DEFAULTS, **fields}})
+    layers_with_nsa(nsa_layers, folder.config.n_layers)
+    return folder, fields
 
 
 def write(model: Any, source: ModelFolder, target: Path) -> None:
