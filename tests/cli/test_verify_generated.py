@@ -68,10 +68,10 @@ def test_one_history_runs_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line", ["win tokens=x", "wim", "win w", "decode lengths=3 new=4", "cache batch=2 step=1"]
 )
-def test_a_wrong_case_is_a_usage_error(line: str) -> None:
-    code, text = verify("--case", line)
-    assert code == 2
-    assert text.startswith("nsa: --case")
+def test_a_wrong_case_is_a_usage_error(nsa, line: str) -> None:
+    done = nsa("verify", "--case", line)
+    assert done.code == 2
+    assert done.err.startswith("nsa: --case")
 
 
 def _finding(ok: bool | None, detail: str = "", slot: str = "sel") -> dict[str, object]:

@@ -101,44 +101,43 @@ def convert(
     All parameters of the dense model are carried over. The gates are new, and so is
     phi with --nsa compress=mlp: train the model before you use it. --text does the first part.
     """
-    with output.exit_codes():
-        if text is None:
-            unused = options_on_command_line(context) & set(_STAGE)
-            refuse_options(sorted(unused), "there is no training without --text")
-        need_extras("nsa convert", ["transformers"])
-        fields, layers = _fields(nsa or []), _layers(nsa_layers)
-        check_checkpoint(checkpoint)
-        output.check_out(out)
-        chosen = parse_backends(backends)
-        dtype = "auto" if dtype is None else one_dtype(dtype)
-        content = None if text is None else read_file("--text", text)
-        torch_device = pick_device(device, threads)
-        import torch
-        from transformers.utils import logging
+    if text is None:
+        unused = options_on_command_line(context) & set(_STAGE)
+        refuse_options(sorted(unused), "there is no training without --text")
+    need_extras("nsa convert", ["transformers"])
+    fields, layers = _fields(nsa or []), _layers(nsa_layers)
+    check_checkpoint(checkpoint)
+    output.check_out(out)
+    chosen = parse_backends(backends)
+    dtype = "auto" if dtype is None else one_dtype(dtype)
+    content = None if text is None else read_file("--text", text)
+    torch_device = pick_device(device, threads)
+    import torch
+    from transformers.utils import logging
 
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
-        from nsa_models.hf.conversion import convert as convert_model
-        from nsa_models.hf.conversion import open_dense, write
-        from nsa_models.hf.folder import load_model
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    from nsa_models.hf.conversion import convert as convert_model
+    from nsa_models.hf.conversion import open_dense, write
+    from nsa_models.hf.folder import load_model
 
-        with errors_name_options({"nsa_layers": "nsa_layers"}):
-            folder, fields = open_dense(checkpoint, fields, layers)
-        tokens = (
-            None if text is None or content is None else _read_tokens(folder, text, content, length)
-        )
-        torch.manual_seed(seed)
-        dense = load_model(folder, dtype)
-        conversion = convert_model(dense, fields, chosen, layers)
-        del dense
-        _print_conversion(conversion)
-        if tokens is not None:
-            conversion.model.to(torch_device)
-            _train(conversion, tokens, (steps, length, batch, lr, seed))
-            conversion.model.to("cpu")
-        write(conversion.model, folder, out)
-        output.print_text(output.console(), f"Written to {out}", "bold green")
-        output.print_next(["nsa", "train", *_training(conversion, out)])
+    with errors_name_options({"nsa_layers": "nsa_layers"}):
+        folder, fields = open_dense(checkpoint, fields, layers)
+    tokens = (
+        None if text is None or content is None else _read_tokens(folder, text, content, length)
+    )
+    torch.manual_seed(seed)
+    dense = load_model(folder, dtype)
+    conversion = convert_model(dense, fields, chosen, layers)
+    del dense
+    _print_conversion(conversion)
+    if tokens is not None:
+        conversion.model.to(torch_device)
+        _train(conversion, tokens, (steps, length, batch, lr, seed))
+        conversion.model.to("cpu")
+    write(conversion.model, folder, out)
+    output.print_text(output.console(), f"Written to {out}", "bold green")
+    output.print_next(["nsa", "train", *_training(conversion, out)])
 
 
 def _training(conversion: Conversion, out: Path) -> list[str]:

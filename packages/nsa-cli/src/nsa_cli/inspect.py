@@ -83,41 +83,40 @@ def inspect(
     Writes inspect.html (all layers, interactive, one file), and as PNG and SVG: selection (one
     layer in detail) and layers (all layers).
     """
-    with output.exit_codes():
-        name, content = read_text(text)
-        if checkpoint is not None:
-            if "seed" in options_on_command_line(context):
-                raise InvalidInput(
-                    "--seed sets untrained weights, and --checkpoint has trained ones; leave one of"
-                    " them out"
-                )
-            check_checkpoint(checkpoint)
-        chosen, torch_dtype_name = parse_backends(backends), one_dtype(dtype)
-        need_extras("nsa inspect", ["matplotlib", "jinja2"])
-        output.check_out(out, force, "--force to overwrite its pictures")
-        with errors_name_options({"layer": "layer", "max_tokens": "max_tokens"}):
-            torch_device = pick_device(device, threads)
-            import torch
-
-            from nsa_models.inspect import inspect_text, open_subject
-            from nsa_models.inspect.save import save
-            from nsa_models.lm.config import check_layer
-
-            subject = open_subject(
-                checkpoint,
-                seed=seed,
-                device=torch_device,
-                dtype=getattr(torch, torch_dtype_name),
-                backends=chosen,
+    name, content = read_text(text)
+    if checkpoint is not None:
+        if "seed" in options_on_command_line(context):
+            raise InvalidInput(
+                "--seed sets untrained weights, and --checkpoint has trained ones; leave one of"
+                " them out"
             )
-            config = subject.model.config
-            check_layer(layer, config.nsa_layers or range(config.n_layers))
-            characters = content.decode(errors="replace")  # no UTF-8: U+FFFD
-            inspection = inspect_text(characters, subject, source=name, max_tokens=max_tokens)
-            files = ResultFiles()
-            files.write(out, lambda folder: save(inspection, folder, layer, force))
-        _print_summary(inspection, files.written, max_tokens)
-        files.exit_code(0)
+        check_checkpoint(checkpoint)
+    chosen, torch_dtype_name = parse_backends(backends), one_dtype(dtype)
+    need_extras("nsa inspect", ["matplotlib", "jinja2"])
+    output.check_out(out, force, "--force to overwrite its pictures")
+    with errors_name_options({"layer": "layer", "max_tokens": "max_tokens"}):
+        torch_device = pick_device(device, threads)
+        import torch
+
+        from nsa_models.inspect import inspect_text, open_subject
+        from nsa_models.inspect.save import save
+        from nsa_models.lm.config import check_layer
+
+        subject = open_subject(
+            checkpoint,
+            seed=seed,
+            device=torch_device,
+            dtype=getattr(torch, torch_dtype_name),
+            backends=chosen,
+        )
+        config = subject.model.config
+        check_layer(layer, config.nsa_layers or range(config.n_layers))
+        characters = content.decode(errors="replace")  # no UTF-8: U+FFFD
+        inspection = inspect_text(characters, subject, source=name, max_tokens=max_tokens)
+        files = ResultFiles()
+        files.write(out, lambda folder: save(inspection, folder, layer, force))
+    _print_summary(inspection, files.written, max_tokens)
+    files.exit_code(0)
 
 
 def _print_summary(inspection: Inspection, folders: list[Path], max_tokens: int | None) -> None:

@@ -97,7 +97,6 @@ def train(
     training = train_interrupted.Training(context, typed)
     named = {name: name for name in values} | options.RENAMED
     with (
-        output.exit_codes(),
         train_interrupted.explained(training) as interruption,
         _world(values, training, named) as world,
         _watching(world, train_interrupted.end_of(training, world)),

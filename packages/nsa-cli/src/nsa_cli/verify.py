@@ -133,7 +133,7 @@ def verify(
     """
     by_slot = {"cmp": cmp, "sel": sel, "win": win, "select": select, "combine": combine}
     named = {slot: name for slot, name in by_slot.items() if name is not None}
-    with output.exit_codes(), recorded_signals() as stop:
+    with recorded_signals() as stop:
         output.check_writable("--json", json_file, force)
         for slot, backend in named.items():
             check_backends([backend], f"--{slot}")
