@@ -222,11 +222,12 @@ def _check_options(values: Mapping[str, Any], typed: Set[str]) -> None:
         check_checkpoint(values["checkpoint"])
     parse_backends(values["backends"])
     need_extras("nsa train", [*libraries, *["matplotlib"] * bool(values["png"] or values["svg"])])
-    decided = [("--resume", resume, options.OF_RUN)]
-    decided += [("--checkpoint", values["checkpoint"] is not None, options.OF_MODEL)]
-    for option, given, names in decided:
-        if given:
-            refuse_options([x for x in names if x in typed], f"set by the folder of {option}")
+    of_run = [name for name in values if name in typed - options.ON_RESUME]
+    of_model = [name for name in options.OF_MODEL if name in typed]
+    if resume:
+        refuse_options(of_run, "set by the folder of --resume")
+    if values["checkpoint"] is not None:
+        refuse_options(of_model, "set by the folder of --checkpoint")
     plots = {f"--{kind}": values[kind] for kind in ("png", "svg")}
     output.check_files(plots, values["force"] or resume)
 
