@@ -67,7 +67,6 @@ def generate(
     from nsa_models.lm.model_folder import open_folder
 
     folder = open_folder(checkpoint)
-    need_extras("nsa generate", folder.libraries)
     tokenizer = load_tokenizer(folder)
     options: dict[str, Any] = {} if chosen is None else {"nsa_backends": chosen}
     model = load_model(folder, **options).to(torch_device).eval()

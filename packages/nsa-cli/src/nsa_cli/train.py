@@ -29,7 +29,7 @@ from nsa_cli.choices import (
     read_file,
     refuse_options,
 )
-from nsa_cli.extras import TASKS, libraries_of_data, need_extras
+from nsa_cli.extras import need_extras
 from nsa_core.errors import InvalidInput
 from nsa_models.lm import run_folder
 from nsa_models.lm.tokens import read_tokenizer
@@ -208,7 +208,6 @@ def _check_options(values: Mapping[str, Any], typed: Set[str]) -> None:
     resume = values["resume"]
     libraries = ["safetensors"]
     if not resume:  # else the folder names the data and the tokenizer
-        libraries += libraries_of_data(values["data"])
         _check_effect(values, typed)
         if not 0 < values["held_out"] < 1:
             raise InvalidInput(
@@ -234,9 +233,9 @@ def _check_options(values: Mapping[str, Any], typed: Set[str]) -> None:
 
 def _check_effect(values: Mapping[str, Any], typed: Set[str]) -> None:
     """Refuse typed options that have no effect on this run."""
-    data, tasks = values["data"], " and ".join(TASKS)
+    data, tasks = values["data"], options.TASKS
     ineffective, other_kind = (
-        (options.TEXT_ONLY, "text") if data in TASKS else (options.TASKS_ONLY, tasks)
+        (options.TEXT_ONLY, "text") if data in tasks else (options.TASKS_ONLY, " and ".join(tasks))
     )
     unused = [name for name in ineffective if name in typed]
     refuse_options(unused, f"only with {other_kind}, not with --data {data}")
@@ -266,12 +265,10 @@ def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Traine
         recipe = _recipe(values)
     else:
         spec = training.data
-        need_extras("nsa train", libraries_of_data(spec.data))
         changed = {name: values[name] for name in options.CHANGEABLE_ON_RESUME if name in typed}
         recipe = dataclasses.replace(training.recipe, **changed)
     tokenizer: Tokenizer | None = values["tokenizer"]
     if folder is not None:
-        need_extras("nsa train", folder.libraries)
         tokenizer = folder.tokenizer()
         _check_tokens(spec, tokenizer, folder, "--checkpoint" if training is None else "--resume")
     data = open_data(spec, tokenizer)

@@ -119,6 +119,7 @@ RENAMED = {
     "graph": "cuda_graph",
     "vocab_size": "vocab",
 }
+TASKS = ("uniform", "recall")  # of nsa_models.lm.task
 TASKS_ONLY, TEXT_ONLY = ("vocab",), ("tokenizer", "text_field", "held_out")
 # Options that the folder of --checkpoint decides.
 OF_MODEL = ("size", "attention", "tokenizer")
