@@ -243,7 +243,7 @@ def _check_effect(values: Mapping[str, Any], typed: Set[str]) -> None:
 
 def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Trainer:
     """Build the trainer, and refuse a backend that cannot run."""
-    from nsa_models.lm import log, saving
+    from nsa_models.lm import saving
     from nsa_models.lm.model_folder import open_folder
     from nsa_models.lm.task import DataSpec, open_data
     from nsa_models.lm.trainer import Trainer
@@ -277,12 +277,8 @@ def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Traine
     model = _model(values, data.vocab_size, folder, world, recipe.parallel)
     trainer = Trainer(model, data, recipe, world, folder, resume)
     trainer.plan()  # a backend that cannot run is refused before anything is written
-    if world.rank == 0:
-        if not resume:  # with --force, the old run must not pass for the new one
-            saving.remove_tensors(out)
-        elif (aside := log.set_aside(out / log.FILE)) is not None:
-            note = f"{out / log.FILE} could not be read. It is kept as {aside.name}, and a new log"
-            output.print_text(output.console(stderr=True), f"{note} begins.")
+    if world.rank == 0 and not resume:  # with --force, the old run must not pass for the new one
+        saving.remove_tensors(out)
     return trainer
 
 
