@@ -14,6 +14,7 @@ from nsa_cli import output
 from nsa_cli.app import app
 from nsa_cli.verify_report import (
     _command,
+    _not_run,
     _print_failures,
     checks_rows,
     refusal_lines,
@@ -130,6 +131,18 @@ def test_failures_of_parity_are_listed_before_those_of_the_layer(
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("FAILED parity, sel, h=1")
     assert lines[2].startswith("FAILED layer, sel, layer 0")
+
+
+def test_a_detail_is_cut_and_printed_without_control_characters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    finding = _finding(False, "\x1b[2J" + "long " * 1000)
+    _print_failures(output.console(), [_report(finding)], {})
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.startswith("FAILED generated sel, sel, sel w=3, float32, o: \\x1b[2Jlong long ")
+    assert line.endswith("long l ... (4204 more characters)")
+    (reason,) = _not_run([_finding(None, "long " * 1000) | {"check": "layer"}])
+    assert len(reason) <= 800
 
 
 def test_refusals_are_shown_and_refusing_everything_fails() -> None:
