@@ -77,7 +77,7 @@ def bench(
     max_call: options.MaxCall = 5.0,
     cell_limit: options.CellLimit = 60.0,
     time_limit: options.TimeLimit = None,
-    json_file: Json = None,
+    json: Json = None,
     html: options.Html = None,
     png: options.Png = None,
     svg: options.Svg = None,
@@ -94,7 +94,7 @@ def bench(
         return
     overrides = {"shapes": shape, "lengths": length, "phases": phase, "dtypes": dtype}
     with deferred_signals() as stop:
-        files = _Files(json_file, html, png, svg, force)
+        files = _Files(json, html, png, svg, force)
         files.check()
         settings = _settings(
             preset,
@@ -138,7 +138,7 @@ def decode(
     budget: options.Budget = None,
     cell_limit: options.CellLimit = 60.0,
     time_limit: options.TimeLimit = None,
-    json_file: Json = None,
+    json: Json = None,
     html: options.Html = None,
     png: options.Png = None,
     svg: options.Svg = None,
@@ -151,7 +151,7 @@ def decode(
     ones on the CPU.
     """
     with deferred_signals() as stop:
-        files = _Files(json_file, html, png, svg, force)
+        files = _Files(json, html, png, svg, force)
         files.check()
         from nsa_cli import bench_decode
 
