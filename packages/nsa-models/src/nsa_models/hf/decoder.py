@@ -19,7 +19,6 @@ from nsa_core.torch_ops.torch_state import checks_values
 from nsa_models.hf.attention import NSASelfAttention
 from nsa_models.hf.cache import NSAModelCache
 from nsa_models.hf.configs import (
-    ATTENTION,
     NSALlamaConfig,
     NSAQwen2Config,
     NSAQwen3Config,
@@ -77,17 +76,6 @@ class NSAPreTrained:
         )
 
 
-def use_nsa_attention(config: Any) -> None:
-    """Set the attention implementation in the configuration of a model.
-
-    Raises:
-        InvalidInput: The configuration asks for attention to later tokens.
-    """
-    if getattr(config, "is_causal", None) is False:
-        raise InvalidInput("config.is_causal must be True, got False: NSA attends to the past only")
-    config._attn_implementation = ATTENTION
-
-
 def one_cache(past_key_values: Any, cache: Any) -> Any:
     """Return the cache, whose argument has two names.
 
@@ -112,7 +100,10 @@ class _NSADecoder(NSAPreTrained):
     training: bool
 
     def __init__(self, config: Any) -> None:
-        use_nsa_attention(config)
+        if getattr(config, "is_causal", None) is False:
+            raise InvalidInput(
+                "config.is_causal must be True, got False: NSA attends to the past only"
+            )
         spec = layer_spec(config)
         nsa_layers = layers_with_nsa(config.nsa_layers, config.num_hidden_layers)
         super().__init__(config)  # type: ignore[call-arg]

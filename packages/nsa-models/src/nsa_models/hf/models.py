@@ -42,7 +42,6 @@ from nsa_models.hf.decoder import (
     NSAQwen2Model,
     NSAQwen3Model,
     one_cache,
-    use_nsa_attention,
 )
 from nsa_models.hf.dense import dense_attention
 from nsa_models.hf.divided import check_divided_labels
@@ -58,7 +57,6 @@ class _NSACausalLM(NSAPreTrained):
     decoder_class: Any
 
     def __init__(self, config: Any) -> None:
-        use_nsa_attention(config)
         # As the dense model, whose __init__ would create the dense decoder.
         PreTrainedModel.__init__(self, config)  # type: ignore[arg-type]
         self.model = self.decoder_class(config)
@@ -202,29 +200,21 @@ class NSAQwen3ForCausalLM(_NSACausalLM, Qwen3ForCausalLM):
     config: NSAQwen3Config
 
 
-class _NSAClassifier(NSAPreTrained):
-    """Put a decoder with NSA into a classifier of transformers, which creates it; a mixin."""
-
-    def __init__(self, config: Any) -> None:
-        use_nsa_attention(config)
-        super().__init__(config)  # type: ignore[call-arg]
-
-
-class NSALlamaForSequenceClassification(_NSAClassifier, LlamaForSequenceClassification):
+class NSALlamaForSequenceClassification(NSAPreTrained, LlamaForSequenceClassification):
     """Llama with NSA and a head that classifies sequences, or scores them as a reward model."""
 
     config_class = NSALlamaConfig
     config: NSALlamaConfig
 
 
-class NSAQwen2ForSequenceClassification(_NSAClassifier, Qwen2ForSequenceClassification):
+class NSAQwen2ForSequenceClassification(NSAPreTrained, Qwen2ForSequenceClassification):
     """Qwen2 with NSA; see :class:`NSALlamaForSequenceClassification`."""
 
     config_class = NSAQwen2Config
     config: NSAQwen2Config
 
 
-class NSAQwen3ForSequenceClassification(_NSAClassifier, Qwen3ForSequenceClassification):
+class NSAQwen3ForSequenceClassification(NSAPreTrained, Qwen3ForSequenceClassification):
     """Qwen3 with NSA; see :class:`NSALlamaForSequenceClassification`."""
 
     config_class = NSAQwen3Config
