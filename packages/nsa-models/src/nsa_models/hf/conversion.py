@@ -86,10 +86,10 @@ def convert(
         >>> model, carried, new = convert(dense)
         >>> model.save_pretrained("qwen3-nsa")
     """
-    config_class, model_class = _classes(model)
+    model_class = _class_for(model)
     values = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_CARRIED}
     plain_backends = dict(backends) if isinstance(backends, Mapping) else backends
-    config = config_class.from_dict(
+    config = model_class.config_class.from_dict(
         {**values, "nsa": {**DEFAULTS, **nsa_fields(nsa)}, "nsa_backends": plain_backends}
     )
     numbers = layers_with_nsa(nsa_layers, config.num_hidden_layers)
@@ -114,33 +114,28 @@ def convert(
     return Conversion(converted, list(dense), sorted(ours.keys() - carried.keys()))
 
 
-def _classes(model: Any) -> tuple[type[Any], type[Any]]:
-    """Return the classes of the configuration and of the model with NSA.
+def _class_for(model: Any) -> Any:
+    """Return the class of the model with NSA.
 
     Raises:
         InvalidInput: The model cannot be converted.
     """
-    kinds = ", ".join(MODELS)
     if not isinstance(model, PreTrainedModel):
         hint = "; merge the adapters first, with model.merge_and_unload()"
         raise InvalidInput(
             f"model must be a causal language model of transformers, got {type(model).__name__}"
             + hint * hasattr(model, "merge_and_unload")
         )
-    kind = model.config.model_type
-    if kind not in MODELS:
-        has_nsa = kind.removeprefix("nsa_") in MODELS
-        reason = "the model has NSA already" if has_nsa else "NSA has no model of this type"
-        raise InvalidInput(f"model_type must be one of {kinds}, got {kind!r}; {reason}")
+    config_json.check_type(model.config.model_type, DENSE_TYPES)
     if getattr(model.config, "quantization_config", None) is not None:
         raise InvalidInput(
             "quantization_config: a quantised model cannot be converted; load the model in bfloat16"
         )
-    config_class, model_class = MODELS[kind]
+    model_class = MODELS[model.config.model_type]
     dense_class = model_class.__bases__[1]
     if not isinstance(model, dense_class):
         raise InvalidInput(f"model must be a {dense_class.__name__}, got {type(model).__name__}")
-    return config_class, model_class
+    return model_class
 
 
 def _with_our_names(
