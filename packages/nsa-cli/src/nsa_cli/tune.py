@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nsa_cli import output
+from nsa_cli.bench_options import Blocks
 from nsa_cli.choices import (
-    BLOCKS,
     DTYPE_CHOICES,
     SHAPE,
     Device,
@@ -55,14 +55,7 @@ def tune(
             parser=tokens(),
         ),
     ] = None,
-    blocks: Annotated[
-        str,
-        typer.Option(
-            metavar=BLOCKS,
-            help="Block sizes in tokens: compression l and its stride d, selection l'; number of"
-            " selected blocks n; window w.",
-        ),
-    ] = "32,16,64,16,512",
+    blocks: Blocks = "32,16,64,16,512",
     device: Device = "auto",
     threads: Threads = 1,
     budget: Annotated[
