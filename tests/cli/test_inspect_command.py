@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shlex
+from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
-from nsa_models.lm.config import size
+from nsa_models.lm import saving, weights
+from nsa_models.lm.config import LMConfig, size
 from nsa_models.lm.config_json import json_of
+from nsa_models.lm.model import LanguageModel
+from nsa_models.lm.tokens import ByteTokenizer
 from screen import assert_readable
 
 pytest.importorskip("matplotlib")
@@ -58,13 +62,26 @@ def test_the_output_fits_a_terminal(terminal, text):
         assert_readable(texts[columns], texts[2000], columns)
 
 
+def _write_model(folder: Path, config: LMConfig) -> None:
+    model = LanguageModel(config)
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensors |= weights.split(name, parameter.detach(), config)
+    tokenizer = ByteTokenizer()
+    values = json_of(config, 32, tokenizer.end)
+    folder.mkdir()
+    for name, text in saving.text_files(values, tokenizer.files()).items():
+        (folder / name).write_text(text)
+    save_file({n: x.contiguous() for n, x in tensors.items()}, folder / "model.safetensors")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--layer", "2"), "--layer must be 0 to 1, got 2"),
-        (("--max-tokens", "64"), "--max-tokens must be more than 64 tokens, got 64: each query"),
+        (("--max-tokens", "64"), "more than 64 tokens, got 64: each query selects 4 blocks of"),
         (("--checkpoint", "mixed", "--layer", "0"), "--layer must be 1, a layer with NSA, got 0"),
-        (("--checkpoint", "mixed", "--max-tokens", "9"), "--max-tokens must be more than 64 tok"),
+        (("--checkpoint", "mixed", "--max-tokens", "9"), "; --max-tokens must be larger, as the"),
         (("--checkpoint", "notes.txt"), "notes.txt is a file: give the folder of a model"),
         (("--checkpoint", "x", "--seed", "1"), "--seed sets untrained weights"),
         (("--dtype", "float32,float16"), "--dtype must be one dtype, got float32, float16"),
@@ -77,9 +94,8 @@ def test_the_output_fits_a_terminal(terminal, text):
 )
 def test_unusable_arguments_are_refused_by_one_message(nsa, text, tmp_path, arguments, message):
     (tmp_path / "empty").write_text("\n")
-    (tmp_path / "mixed").mkdir()
-    config = json_of(size("tiny", nsa_layers=(1,)), 32, None)
-    (tmp_path / "mixed" / "config.json").write_text(json.dumps(config))
+    if "mixed" in arguments:
+        _write_model(tmp_path / "mixed", size("tiny", nsa_layers=(1,)))
     values = {"--text": text, "--out": "picture", "--device": "cpu"}
     values |= dict(zip(arguments[::2], arguments[1::2]))
     result = nsa("inspect", *(word for pair in values.items() for word in pair))

@@ -190,7 +190,7 @@ def test_no_door_opens_what_is_no_file_of_the_folder(name, how, door, originals,
 
 
 @pytest.mark.parametrize("how", ["FIFO", "link out", "link to nothing"])
-@pytest.mark.parametrize("name", [".nsa-train.json", ".nsa-train.lock", "log.jsonl", "optimizer"])
+@pytest.mark.parametrize("name", [".nsa-train.txt", ".nsa-train.lock", "log.jsonl", "optimizer"])
 def test_a_resumed_run_writes_through_nothing(name, how, originals, place, nsa):
     def damage(folder: Folder) -> None:
         if name == "optimizer":

@@ -14,6 +14,7 @@ from nsa_cli import output
 from nsa_cli.app import app
 from nsa_cli.verify_report import (
     _command,
+    _not_run,
     _print_failures,
     checks_rows,
     refusal_lines,
@@ -68,10 +69,10 @@ def test_one_history_runs_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line", ["win tokens=x", "wim", "win w", "decode lengths=3 new=4", "cache batch=2 step=1"]
 )
-def test_a_wrong_case_is_a_usage_error(line: str) -> None:
-    code, text = verify("--case", line)
-    assert code == 2
-    assert text.startswith("nsa: --case")
+def test_a_wrong_case_is_a_usage_error(nsa, line: str) -> None:
+    done = nsa("verify", "--case", line)
+    assert done.code == 2
+    assert done.err.startswith("nsa: --case")
 
 
 def _finding(ok: bool | None, detail: str = "", slot: str = "sel") -> dict[str, object]:
@@ -130,6 +131,18 @@ def test_failures_of_parity_are_listed_before_those_of_the_layer(
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("FAILED parity, sel, h=1")
     assert lines[2].startswith("FAILED layer, sel, layer 0")
+
+
+def test_a_detail_is_cut_and_printed_without_control_characters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    finding = _finding(False, "\x1b[2J" + "long " * 1000)
+    _print_failures(output.console(), [_report(finding)], {})
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.startswith("FAILED generated sel, sel, sel w=3, float32, o: \\x1b[2Jlong long ")
+    assert line.endswith("long l ... (4204 more characters)")
+    (reason,) = _not_run([_finding(None, "long " * 1000) | {"check": "layer"}])
+    assert len(reason) <= 800
 
 
 def test_refusals_are_shown_and_refusing_everything_fails() -> None:

@@ -243,7 +243,7 @@ def test_models_of_other_kinds_are_refused():
     for model, message in (
         (adapters, r"got PeftModel; merge the adapters first"),
         (other, "model_type must be one of llama, qwen2, qwen3, got 'gpt2'"),
-        (nsa_model(), "got 'nsa_llama'; the model has NSA already"),
+        (nsa_model(), "got 'nsa_llama': the model has NSA already"),
         (quantised, "quantization_config"),
         (extra, r"0.self_attn.sinks has no place in the model with NSA"),
     ):

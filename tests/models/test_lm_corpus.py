@@ -220,6 +220,7 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
     [
         ("datasets", open_corpus, "hf:someone/something"),
         ("pyarrow", open_corpus, "x.parquet"),
+        ("pyarrow", open_corpus, "."),
         ("tokenizers", read_tokenizer, "tokenizer.json"),
     ],
 )
@@ -227,7 +228,9 @@ def test_a_missing_library_is_named_with_its_hint(tmp_path, monkeypatch, library
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.setitem(sys.modules, f"{library}.parquet", None)
-    (tmp_path / name.replace("/", "")).touch()
+    for file in ("a.jsonl", "x.parquet", "tokenizer.json"):
+        (tmp_path / file).touch()
+    monkeypatch.setattr(sources, "_JsonLines", lambda *_: pytest.fail("lines were counted"))
     message = rf"needs? {library}, which is not installed; pip install 'nsa-models\[train\]'"
     with pytest.raises(BackendUnavailable, match=message):
         read(name)

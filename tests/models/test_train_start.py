@@ -208,10 +208,6 @@ def test_a_signal_before_a_resumed_run_goes_on_names_the_same_command(nsa, run, 
     [
         ("safetensors", ["train", "--out", "new"], "train"),
         ("tokenizers", ["train", "--out", "new", "--tokenizer", "t.json"], "train"),
-        ("datasets", ["train", "--out", "new", "--data", "fineweb-edu"], "train"),
-        ("datasets", ["train", "--out", "new", "--data", "hf:some/thing"], "train"),
-        ("pyarrow", ["train", "--out", "new", "--data", "x.parquet"], "train"),
-        ("pyarrow", ["train", "--out", "new", "--data", "."], "train"),
         ("matplotlib", ["train", "--out", "new", "--png", "x.png"], "plot"),
         ("safetensors", ["generate", "--checkpoint", "model"], "train"),
     ],
@@ -219,7 +215,6 @@ def test_a_signal_before_a_resumed_run_goes_on_names_the_same_command(nsa, run, 
 def test_a_missing_library_is_named_before_any_work(
     nsa, module, arguments, extra, tmp_path, monkeypatch
 ):
-    (tmp_path / "x.parquet").write_bytes(b"no parquet")
     (tmp_path / "t.json").write_text("no tokenizer")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("no config")
@@ -237,13 +232,13 @@ def test_a_missing_library_is_named_before_any_work(
 
 
 def test_all_missing_libraries_are_named_at_once(nsa, tmp_path, monkeypatch):
-    for module in ("safetensors", "pyarrow", "matplotlib"):
+    for module in ("safetensors", "tokenizers", "matplotlib"):
         monkeypatch.setitem(sys.modules, module, None)
-    (tmp_path / "x.parquet").write_bytes(b"no parquet")
+    (tmp_path / "t.json").write_text("no tokenizer")
     monkeypatch.chdir(tmp_path)
-    done = nsa("train", "--out", "new", "--data", "x.parquet", "--svg", "x.svg")
+    done = nsa("train", "--out", "new", "--tokenizer", "t.json", "--svg", "x.svg")
     assert done.err == (
-        "nsa: nsa train needs safetensors, pyarrow, matplotlib, which are not installed:\n"
+        "nsa: nsa train needs safetensors, tokenizers, matplotlib, which are not installed:\n"
         "  pip install 'nsa-cli[train,plot]'\n"
     )
 

@@ -83,25 +83,24 @@ def list_backends(
     """
     from nsa_cli import backend_rows as rows
 
-    with output.exit_codes():
-        output.check_writable("--json", json, force)
-        simulated = _simulated(gpu)
-        if simulated and not probe:
-            raise InvalidInput("--gpu needs a probe: leave out --no-probe")
-        if probe:
-            output.import_with_plugins("torch")
-            registry = output.find_backends()
-            document = rows.list_and_probe(registry, phase, simulated)
-            usable = bool(registry.ready())
-        else:
-            document = rows.list_from_metadata()
-            usable = bool(document["backends"])
-        if not output.prints_json(document, json, force):
-            rows.print_list(document)
-        if not usable:
-            state = "none is ready" if document["backends"] else "none is installed"
-            hint = "pip install nsa-backend-sdpa"
-            output.end(output.BROKEN, f"no backend can be used, {state}; {hint}")
+    output.check_writable("--json", json, force)
+    simulated = _simulated(gpu)
+    if simulated and not probe:
+        raise InvalidInput("--gpu needs a probe: leave out --no-probe")
+    if probe:
+        output.import_with_plugins("torch")
+        registry = output.find_backends()
+        document = rows.list_and_probe(registry, phase, simulated)
+        usable = bool(registry.ready())
+    else:
+        document = rows.list_from_metadata()
+        usable = bool(document["backends"])
+    if not output.prints_json(document, json, force):
+        rows.print_list(document)
+    if not usable:
+        state = "none is ready" if document["backends"] else "none is installed"
+        hint = "pip install nsa-backend-sdpa"
+        output.end(output.BROKEN, f"no backend can be used, {state}; {hint}")
 
 
 @app.command()
@@ -123,18 +122,17 @@ def show(
     """
     from nsa_cli import backend_rows as rows
 
-    with output.exit_codes():
-        output.check_writable("--json", json, force)
-        simulated = _simulated(gpu)
-        check_backends([name], "NAME")
-        output.import_with_plugins("torch")
-        registry = output.find_backends()
-        entry = registry.get(name)  # raises for an unknown name before any backend is probed
-        document = rows.list_and_probe(registry, phase, simulated)
-        document["backends"] = [row for row in document["backends"] if row["name"] == entry.name]
-        rows.add_details(document, registry)
-        if not output.prints_json(document, json, force):
-            rows.print_details(document)
+    output.check_writable("--json", json, force)
+    simulated = _simulated(gpu)
+    check_backends([name], "NAME")
+    output.import_with_plugins("torch")
+    registry = output.find_backends()
+    entry = registry.get(name)  # raises for an unknown name before any backend is probed
+    document = rows.list_and_probe(registry, phase, simulated)
+    document["backends"] = [row for row in document["backends"] if row["name"] == entry.name]
+    rows.add_details(document, registry)
+    if not output.prints_json(document, json, force):
+        rows.print_details(document)
 
 
 @app.command()
@@ -154,15 +152,14 @@ def new(
     """
     from nsa_cli import scaffold
 
-    with output.exit_codes():
-        written = scaffold.create(name, folder)
-        console = output.console()
-        for path in written:
-            console.print(str(path))
-        console.print(
-            f"next: pip install -e {shlex.quote(f'{folder}[test]')};"
-            f" python -m pytest {shlex.quote(str(folder))}"
-        )
+    written = scaffold.create(name, folder)
+    console = output.console()
+    for path in written:
+        console.print(str(path))
+    console.print(
+        f"next: pip install -e {shlex.quote(f'{folder}[test]')};"
+        f" python -m pytest {shlex.quote(str(folder))}"
+    )
 
 
 _ValueWidth = Annotated[
@@ -234,63 +231,60 @@ def explain(
     """
 
     named = {"cmp": cmp, "select": select, "sel": sel, "win": win, "combine": combine}
-    with output.exit_codes():
-        from nsa_core.config import NSAConfig
+    from nsa_core.config import NSAConfig
 
-        output.check_writable("--json", json, force)
-        for slot, backend in named.items():
-            check_backends([backend], f"--{slot}")
-        prefill_only = {"grad": grad, "varlen": varlen}
-        decode_only = {"page_size": page_size, "kv_dtype": kv_dtype}
-        others = decode_only if phase == "prefill" else prefill_only
-        other = "decode" if phase == "prefill" else "prefill"
-        refuse_options([x for x, value in others.items() if value], f"only with --phase {other}")
-        with errors_name_options({name: name for name in ("n_heads", "n_kv_heads")}):
-            config = NSAConfig(
-                dim=n_heads * head_dim,
-                n_heads=n_heads,
-                n_kv_heads=n_kv_heads,
-                head_dim=head_dim,
-                v_head_dim=v_head_dim,
-                rope=False,  # no slot applies it; without it, odd head widths are allowed
-            )
-        check_page_size(page_size, config.select_block_size)
-        simulated = _simulated(gpu)
-        if simulated and device != "auto":
-            raise InvalidInput(f"--gpu simulates a GPU: leave out --device {device}")
-        dtype = None if dtype is None else one_dtype(dtype)
-        chosen_device = "cuda" if simulated else pick_device(device)
-        from nsa_cli import explain_rows as rows
-        from nsa_core.plan.candidates import find_candidates
-        from nsa_core.plan.options import PlanOptions
-        from nsa_core.plan.plan import decide
+    output.check_writable("--json", json, force)
+    for slot, backend in named.items():
+        check_backends([backend], f"--{slot}")
+    prefill_only = {"grad": grad, "varlen": varlen}
+    decode_only = {"page_size": page_size, "kv_dtype": kv_dtype}
+    others = decode_only if phase == "prefill" else prefill_only
+    other = "decode" if phase == "prefill" else "prefill"
+    refuse_options([x for x, value in others.items() if value], f"only with --phase {other}")
+    with errors_name_options({name: name for name in ("n_heads", "n_kv_heads")}):
+        config = NSAConfig(
+            dim=n_heads * head_dim,
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            rope=False,  # no slot applies it; without it, odd head widths are allowed
+        )
+    check_page_size(page_size, config.select_block_size)
+    simulated = _simulated(gpu)
+    if simulated and device != "auto":
+        raise InvalidInput(f"--gpu simulates a GPU: leave out --device {device}")
+    dtype = None if dtype is None else one_dtype(dtype)
+    chosen_device = "cuda" if simulated else pick_device(device)
+    from nsa_cli import explain_rows as rows
+    from nsa_core.plan.candidates import find_candidates
+    from nsa_core.plan.options import PlanOptions
+    from nsa_core.plan.plan import decide
 
-        default = "bfloat16" if chosen_device.startswith("cuda") else "float32"
-        options = PlanOptions(
-            device=chosen_device,
-            dtype=dtype or default,
-            backends=named,
-            needs_grad=grad,
-            deterministic=deterministic,
-            varlen=varlen,
-            phase=phase,
-            batch=batch,
-            seq_len=seq_len,
-            page_size=page_size,
-            kv_dtype=kv_dtype,
-        )
-        output.import_with_plugins("torch")
-        candidates = find_candidates(
-            config, options, registry=output.find_backends(), gpu=simulated
-        )
-        outcome: Plan | NSAError
-        try:
-            outcome = decide(candidates)
-        except (Unsupported, BackendUnavailable) as error:
-            outcome = error
-        document = rows.explained(candidates, outcome, simulated)
-        if not output.prints_json(document, json, force):
-            rows.print_explained(document)
-        if isinstance(outcome, NSAError):  # its other lines are printed above
-            code = output.BROKEN if document["error"]["nothing_usable"] else output.UNAVAILABLE
-            output.end(code, str(outcome).splitlines()[0])
+    default = "bfloat16" if chosen_device.startswith("cuda") else "float32"
+    options = PlanOptions(
+        device=chosen_device,
+        dtype=dtype or default,
+        backends=named,
+        needs_grad=grad,
+        deterministic=deterministic,
+        varlen=varlen,
+        phase=phase,
+        batch=batch,
+        seq_len=seq_len,
+        page_size=page_size,
+        kv_dtype=kv_dtype,
+    )
+    output.import_with_plugins("torch")
+    candidates = find_candidates(config, options, registry=output.find_backends(), gpu=simulated)
+    outcome: Plan | NSAError
+    try:
+        outcome = decide(candidates)
+    except (Unsupported, BackendUnavailable) as error:
+        outcome = error
+    document = rows.explained(candidates, outcome, simulated)
+    if not output.prints_json(document, json, force):
+        rows.print_explained(document)
+    if isinstance(outcome, NSAError):  # its other lines are printed above
+        code = output.BROKEN if document["error"]["nothing_usable"] else output.UNAVAILABLE
+        output.end(code, str(outcome).splitlines()[0])

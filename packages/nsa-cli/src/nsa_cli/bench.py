@@ -77,7 +77,7 @@ def bench(
     max_call: options.MaxCall = 5.0,
     cell_limit: options.CellLimit = 60.0,
     time_limit: options.TimeLimit = None,
-    json_file: Json = None,
+    json: Json = None,
     html: options.Html = None,
     png: options.Png = None,
     svg: options.Svg = None,
@@ -93,8 +93,8 @@ def bench(
             output.end(output.USAGE, message)
         return
     overrides = {"shapes": shape, "lengths": length, "phases": phase, "dtypes": dtype}
-    with output.exit_codes(), deferred_signals() as stop:
-        files = _Files(json_file, html, png, svg, force)
+    with deferred_signals() as stop:
+        files = _Files(json, html, png, svg, force)
         files.check()
         settings = _settings(
             preset,
@@ -138,7 +138,7 @@ def decode(
     budget: options.Budget = None,
     cell_limit: options.CellLimit = 60.0,
     time_limit: options.TimeLimit = None,
-    json_file: Json = None,
+    json: Json = None,
     html: options.Html = None,
     png: options.Png = None,
     svg: options.Svg = None,
@@ -150,8 +150,8 @@ def decode(
     Without --shape and --length, the cells of this device are timed: large caches on a GPU, small
     ones on the CPU.
     """
-    with output.exit_codes(), deferred_signals() as stop:
-        files = _Files(json_file, html, png, svg, force)
+    with deferred_signals() as stop:
+        files = _Files(json, html, png, svg, force)
         files.check()
         from nsa_cli import bench_decode
 
@@ -203,40 +203,39 @@ def compare_files(
     Exit code 1 if a figure of the baseline is missing in the new file, or slower by more than
     --fail-over and by more than the noise.
     """
-    with output.exit_codes():
-        from nsa_bench.compare import compare, regressed
-        from nsa_bench.render.tables import changes_tables
-        from nsa_bench.result import read_result
+    from nsa_bench.compare import compare, regressed
+    from nsa_bench.render.tables import changes_tables
+    from nsa_bench.result import read_result
 
-        before, after = read_result(old), read_result(new)
-        changes = compare(before, after, fail_over=_percentage(fail_over), force=force)
-        has_regressed = regressed(changes, allow_missing)
-        console = output.console()
-        named = [c for c in changes if c.verdict not in ("same", "new")]
-        for rows in changes_tables(named):
-            _print_table(console, rows)
-        for file, interrupted in ((old, before.interrupted), (new, after.interrupted)):
-            if interrupted is not None:
-                output.print_text(
-                    console,
-                    f"{file} was interrupted: {interrupted.cells_left} of {interrupted.cells} cells"
-                    " left",
-                    "yellow",
-                )
-        counts = {
-            verdict: sum(change.verdict == verdict for change in changes)
-            for verdict in ("slower", "lost", "missing", "faster", "gained", "same", "new")
-        }
-        summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-        if counts["missing"] and not allow_missing:
+    before, after = read_result(old), read_result(new)
+    changes = compare(before, after, fail_over=_percentage(fail_over), force=force)
+    has_regressed = regressed(changes, allow_missing)
+    console = output.console()
+    named = [c for c in changes if c.verdict not in ("same", "new")]
+    for rows in changes_tables(named):
+        _print_table(console, rows)
+    for file, interrupted in ((old, before.interrupted), (new, after.interrupted)):
+        if interrupted is not None:
             output.print_text(
                 console,
-                f"{counts['missing']} figures of {old} are missing in {new}; measure them, or give"
-                " --allow-missing",
+                f"{file} was interrupted: {interrupted.cells_left} of {interrupted.cells} cells"
+                " left",
                 "yellow",
             )
-        style = "bold red" if has_regressed else "bold green"
-        output.print_text(console, f"{len(changes)} figures: {summary}", style)
+    counts = {
+        verdict: sum(change.verdict == verdict for change in changes)
+        for verdict in ("slower", "lost", "missing", "faster", "gained", "same", "new")
+    }
+    summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    if counts["missing"] and not allow_missing:
+        output.print_text(
+            console,
+            f"{counts['missing']} figures of {old} are missing in {new}; measure them, or give"
+            " --allow-missing",
+            "yellow",
+        )
+    style = "bold red" if has_regressed else "bold green"
+    output.print_text(console, f"{len(changes)} figures: {summary}", style)
     raise typer.Exit(output.FAILED if has_regressed else 0)
 
 
@@ -254,13 +253,12 @@ def report(
 
     Exit code 1 if a combination in the file failed its check, or none was timed.
     """
-    with output.exit_codes():
-        from nsa_bench.result import read_result
+    from nsa_bench.result import read_result
 
-        files = _Files(None, html, png, svg, force)
-        files.check()
-        result = read_result(file)
-        files.write(result, _verdict(result))
+    files = _Files(None, html, png, svg, force)
+    files.check()
+    result = read_result(file)
+    files.write(result, _verdict(result))
     raise typer.Exit(_verdict(result))
 
 

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import os
 import re
-import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,9 +21,7 @@ from nsa_core.errors import BackendUnavailable, InvalidInput
 from nsa_core.plan.registry import named_backends
 from nsa_core.util.interruption import recorded_signals
 from nsa_core.util.text import did_you_mean
-from nsa_models.lm.config_json import TYPES, check_type
-from nsa_models.lm.json_fields import parse
-from nsa_models.lm.run_folder import CONFIG, INDEX, ON_TASK, check_model
+from nsa_models.lm.run_folder import check_model
 
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -38,7 +35,6 @@ def options_on_command_line(context: typer.Context) -> set[str]:
     }
 
 
-_LARGEST_JSON = 1 << 20  # bytes
 ADVANCED = "Advanced"  # the panel of all options of a command but the twelve most important
 advanced = functools.partial(typer.Option, rich_help_panel=ADVANCED)
 
@@ -306,48 +302,14 @@ def check_backends(names: Iterable[str | None], option: str) -> None:
         raise InvalidInput(f"{option}: {'; '.join(problems)}")
 
 
-def check_checkpoint(
-    folder: Path, on_text: bool = False, types: Sequence[str] = TYPES
-) -> dict[str, Any]:
+def check_checkpoint(folder: Path) -> None:
     """Check that --checkpoint is the folder of a model, before torch is imported.
 
-    Args:
-        folder: The folder.
-        on_text: Whether the model needs a tokenizer, which a run on a task does not have.
-        types: The types of model that the command can use.
-
-    Returns:
-        Its config.json; empty if that is no JSON object, which a later error names.
-
     Raises:
-        InvalidInput: It is not a folder, has no config.json, is that of a run on a task, or the
-            model is of another type.
+        InvalidInput: It is not a folder, or has no config.json.
     """
     with output.naming("--checkpoint"):
         check_model(folder)
-    values = _json_object(folder / INDEX) if on_text else {}
-    for name in ("metadata", "nsa", "training"):
-        inner = values.get(name)
-        values = inner if isinstance(inner, dict) else {}
-    if values.get("tokenizer", "") is None:
-        raise InvalidInput(f"--checkpoint {folder} {ON_TASK}")
-    config = _json_object(folder / CONFIG)
-    if config:
-        with output.naming(f"{folder / CONFIG}:"):
-            check_type(config.get("model_type"), types)
-    return config
-
-
-def _json_object(file: Path) -> dict[str, Any]:
-    """Return the content of a file; empty if it is no plain, small file with a JSON object."""
-    try:
-        facts = file.lstat()
-        if not stat.S_ISREG(facts.st_mode) or facts.st_size > _LARGEST_JSON:
-            return {}
-        values = parse(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def read_file(option: str, path: Path) -> bytes:

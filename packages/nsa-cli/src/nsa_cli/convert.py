@@ -25,11 +25,11 @@ from nsa_cli.choices import (
     parse_backends,
     pick_device,
     read_file,
+    refuse_options,
     tokens,
 )
 from nsa_cli.extras import need_extras
 from nsa_core.errors import InvalidInput
-from nsa_models.lm.config_json import DENSE_TYPES
 from nsa_models.lm.tokens import TOKENIZER
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from nsa_models.hf.first_stage import StageProgress
     from nsa_models.lm.model_folder import ModelFolder
 
-_STAGE = ("steps", "length", "batch", "lr", "seed")  # options of the first stage
+_STAGE = ("steps", "length", "batch", "lr")  # options of the first stage
 
 
 def convert(
@@ -101,44 +101,43 @@ def convert(
     All parameters of the dense model are carried over. The gates are new, and so is
     phi with --nsa compress=mlp: train the model before you use it. --text does the first part.
     """
-    with output.exit_codes():
-        typed = options_on_command_line(context)
-        _check_options(text, typed)
-        need_extras("nsa convert", ["transformers"])
-        fields, layers = _fields(nsa or []), _layers(nsa_layers)
-        _check_dense(check_checkpoint(checkpoint, types=DENSE_TYPES), checkpoint, fields, layers)
-        output.check_out(out)
-        chosen = parse_backends(backends)
-        dtype = "auto" if dtype is None else one_dtype(dtype)
-        content = None if text is None else read_file("--text", text)
-        torch_device = pick_device(device, threads)
-        import torch
-        from transformers.utils import logging
+    if text is None:
+        unused = options_on_command_line(context) & set(_STAGE)
+        refuse_options(sorted(unused), "there is no training without --text")
+    need_extras("nsa convert", ["transformers"])
+    fields, layers = _fields(nsa or []), _layers(nsa_layers)
+    check_checkpoint(checkpoint)
+    output.check_out(out)
+    chosen = parse_backends(backends)
+    dtype = "auto" if dtype is None else one_dtype(dtype)
+    content = None if text is None else read_file("--text", text)
+    torch_device = pick_device(device, threads)
+    import torch
+    from transformers.utils import logging
 
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
-        from nsa_models.hf.conversion import convert as convert_model
-        from nsa_models.hf.conversion import default_fields, open_dense, write
-        from nsa_models.hf.folder import load_model
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    from nsa_models.hf.conversion import convert as convert_model
+    from nsa_models.hf.conversion import open_dense, write
+    from nsa_models.hf.folder import load_model
 
-        folder = open_dense(checkpoint)
-        tokens = (
-            None if text is None or content is None else _read_tokens(folder, text, content, length)
-        )
-        torch.manual_seed(seed)
-        dense = load_model(folder, dtype)
-        fields = {**default_fields(folder), **fields}
-        with errors_name_options({"nsa_layers": "nsa_layers"}):
-            conversion = convert_model(dense, fields, chosen, layers)
-        del dense
-        _print_conversion(conversion)
-        if tokens is not None:
-            conversion.model.to(torch_device)
-            _train(conversion, tokens, (steps, length, batch, lr, seed))
-            conversion.model.to("cpu")
-        write(conversion.model, folder, out)
-        output.print_text(output.console(), f"Written to {out}", "bold green")
-        output.print_next(["nsa", "train", *_training(conversion, out)])
+    with errors_name_options({"nsa_layers": "nsa_layers"}):
+        folder, fields = open_dense(checkpoint, fields, layers)
+    tokens = (
+        None if text is None or content is None else _read_tokens(folder, text, content, length)
+    )
+    torch.manual_seed(seed)
+    dense = load_model(folder, dtype)
+    conversion = convert_model(dense, fields, chosen, layers)
+    del dense
+    _print_conversion(conversion)
+    if tokens is not None:
+        conversion.model.to(torch_device)
+        _train(conversion, tokens, (steps, length, batch, lr, seed))
+        conversion.model.to("cpu")
+    write(conversion.model, folder, out)
+    output.print_text(output.console(), f"Written to {out}", "bold green")
+    output.print_next(["nsa", "train", *_training(conversion, out)])
 
 
 def _training(conversion: Conversion, out: Path) -> list[str]:
@@ -148,13 +147,6 @@ def _training(conversion: Conversion, out: Path) -> list[str]:
     data = "python-docs" if (out / TOKENIZER).exists() else "recall"
     words = ["--checkpoint", str(out), "--data", data, "--out", output.unused(f"{out}-trained")]
     return words + ["--length", str(4 * selected)] * (4 * selected > 256)
-
-
-def _check_options(text: Path | None, typed: set[str]) -> None:
-    unused = sorted(typed & set(_STAGE[:-1]))
-    if text is None and unused:
-        names = ", ".join(f"--{name}" for name in unused)
-        raise InvalidInput(f"{names}: there is no training without --text; give a text file")
 
 
 def _fields(pairs: Sequence[str]) -> dict[str, Any]:
@@ -186,34 +178,6 @@ def _layers(text: str) -> str | list[int] | None:
             )
         numbers += layers
     return numbers
-
-
-def _check_dense(
-    config: dict[str, Any],
-    checkpoint: Path,
-    fields: dict[str, Any],
-    layers: str | list[int] | None,
-) -> None:
-    """Refuse wrong fields and wrong layers, before torch is imported."""
-    from nsa_core.config import NSAConfig
-
-    count = config.get("num_hidden_layers")
-    if isinstance(layers, list) and isinstance(count, int) and max(layers) >= count:
-        raise InvalidInput(
-            f"--nsa-layers: {checkpoint} has layers 0 to {count - 1}, got {max(layers)}"
-        )
-    names = {"hidden_size": "dim", "num_attention_heads": "n_heads"}
-    names |= {"num_key_value_heads": "n_kv_heads", "head_dim": "head_dim"}
-    sizes = {field: config[name] for name, field in names.items() if config.get(name) is not None}
-    try:
-        own = {**sizes, **(config.get("nsa") or {})}
-        NSAConfig(**own)
-    except (InvalidInput, TypeError):
-        return  # a fault of the folder, which the conversion names
-    try:
-        NSAConfig(**{**own, **fields})
-    except (InvalidInput, TypeError) as error:
-        raise InvalidInput(f"--nsa: {error}") from error
 
 
 def _print_conversion(conversion: Conversion) -> None:

@@ -40,17 +40,16 @@ def doctor(
     """
     from nsa_cli import health
 
-    with output.exit_codes():
-        if json and report:
-            raise InvalidInput("--json and --report print one document each; leave one of them out")
-        output.check_writable("--json", json, force)
-        document = health.inspect_environment(limit)
-        if output.prints_json(document, json, force):
-            pass
-        elif report:
-            print_block(document)
-        else:
-            _print_screen(document)
+    if json and report:
+        raise InvalidInput("--json and --report print one document each; leave one of them out")
+    output.check_writable("--json", json, force)
+    document = health.inspect_environment(limit)
+    if output.prints_json(document, json, force):
+        pass
+    elif report:
+        print_block(document)
+    else:
+        _print_screen(document)
     raise typer.Exit(0 if document["works"] or report else output.BROKEN)
 
 

@@ -53,56 +53,54 @@ def generate(
     backends: Backends = "auto",
 ) -> None:
     """Print the prompt and its continuation, up to the end of the document or --max-new-tokens."""
-    with output.exit_codes():
-        check_checkpoint(checkpoint, on_text=True)
-        chosen = parse_backends(backends)  # None: those that the folder names
-        need_extras("nsa generate", ["safetensors", "transformers"])
-        torch_device = pick_device(device, threads)
-        import torch
-        from transformers import GenerationConfig
-        from transformers.utils import logging
+    check_checkpoint(checkpoint)
+    chosen = parse_backends(backends)  # None: those that the folder names
+    need_extras("nsa generate", ["safetensors", "transformers"])
+    torch_device = pick_device(device, threads)
+    import torch
+    from transformers import GenerationConfig
+    from transformers.utils import logging
 
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
-        from nsa_models.hf.folder import load_model, load_tokenizer, new_text_ids
-        from nsa_models.lm.model_folder import open_folder
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    from nsa_models.hf.folder import load_model, load_tokenizer, new_text_ids
+    from nsa_models.lm.model_folder import open_folder
 
-        folder = open_folder(checkpoint)
-        need_extras("nsa generate", folder.libraries)
-        tokenizer = load_tokenizer(folder)
-        options: dict[str, Any] = {} if chosen is None else {"nsa_backends": chosen}
-        model = load_model(folder, **options).to(torch_device).eval()
-        tokens = torch.tensor([new_text_ids(tokenizer, prompt)], device=torch_device)
-        torch.manual_seed(seed)
-        is_sampled = temperature >= _COLDEST
-        sampling = {"temperature": temperature, "top_k": top_k or 0} if is_sampled else {}
-        # The folder's own generation_config.json has no effect: the options say what happens.
-        config = GenerationConfig(
-            max_new_tokens=max_new_tokens,
-            do_sample=is_sampled,
-            eos_token_id=model.config.eos_token_id,
-            pad_token_id=tokenizer.eos_token_id,
-            **sampling,
-        )
-        new_tokens = []
-        if max_new_tokens:
-            mask = torch.ones_like(tokens)
-            try:
-                all_tokens = model.generate(tokens, attention_mask=mask, generation_config=config)
-            except RuntimeError as error:
-                if "probability tensor" not in str(error):
-                    raise
-                raise InvalidInput(
-                    f"{checkpoint}: the model gives numbers that are not finite; put back its"
-                    " files, or give an earlier save"
-                ) from error
-            new_tokens = all_tokens[0, tokens.shape[1] :].tolist()
-        print(escape_control(prompt + tokenizer.decode(new_tokens, skip_special_tokens=True)))
-        if folder.config.attention == "nsa":
-            words = [
-                "--checkpoint",
-                str(checkpoint),
-                "--out",
-                output.unused(f"{checkpoint}-blocks"),
-            ]
-            output.print_next(["nsa", "inspect", *words], target=output.console(stderr=True))
+    folder = open_folder(checkpoint)
+    tokenizer = load_tokenizer(folder)
+    options: dict[str, Any] = {} if chosen is None else {"nsa_backends": chosen}
+    model = load_model(folder, **options).to(torch_device).eval()
+    tokens = torch.tensor([new_text_ids(tokenizer, prompt)], device=torch_device)
+    torch.manual_seed(seed)
+    is_sampled = temperature >= _COLDEST
+    sampling = {"temperature": temperature, "top_k": top_k or 0} if is_sampled else {}
+    # The folder's own generation_config.json has no effect: the options say what happens.
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=is_sampled,
+        eos_token_id=model.config.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+        **sampling,
+    )
+    new_tokens = []
+    if max_new_tokens:
+        mask = torch.ones_like(tokens)
+        try:
+            all_tokens = model.generate(tokens, attention_mask=mask, generation_config=config)
+        except RuntimeError as error:
+            if "probability tensor" not in str(error):
+                raise
+            raise InvalidInput(
+                f"{checkpoint}: the model gives numbers that are not finite; put back its"
+                " files, or give an earlier save"
+            ) from error
+        new_tokens = all_tokens[0, tokens.shape[1] :].tolist()
+    print(escape_control(prompt + tokenizer.decode(new_tokens, skip_special_tokens=True)))
+    if folder.config.attention == "nsa":
+        words = [
+            "--checkpoint",
+            str(checkpoint),
+            "--out",
+            output.unused(f"{checkpoint}-blocks"),
+        ]
+        output.print_next(["nsa", "inspect", *words], target=output.console(stderr=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,8 +24,7 @@ from nsa_cli.choices import (
 )
 from nsa_cli.extras import need_extras
 from nsa_cli.result_files import ResultFiles
-from nsa_core.errors import InvalidInput, NSAError
-from nsa_models.lm.config_json import NSA_TYPES
+from nsa_core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from nsa_models.inspect import Inspection
@@ -84,55 +83,40 @@ def inspect(
     Writes inspect.html (all layers, interactive, one file), and as PNG and SVG: selection (one
     layer in detail) and layers (all layers).
     """
-    with output.exit_codes():
-        name, content = read_text(text)
-        config = None
-        if checkpoint is not None:
-            if "seed" in options_on_command_line(context):
-                raise InvalidInput(
-                    "--seed sets untrained weights, and --checkpoint has trained ones; leave one of"
-                    " them out"
-                )
-            config = check_checkpoint(checkpoint, on_text=True, types=NSA_TYPES)
-        chosen, torch_dtype_name = parse_backends(backends), one_dtype(dtype)
-        need_extras("nsa inspect", ["matplotlib", "jinja2"])
-        output.check_out(out, force, "--force to overwrite its pictures")
-        with errors_name_options({"layer": "layer", "max_tokens": "max_tokens"}):
-            if layer is not None or max_tokens is not None:
-                _check_sizes(config, layer, max_tokens)
-            torch_device = pick_device(device, threads)
-            import torch
-
-            from nsa_models.inspect import inspect_text, open_subject
-            from nsa_models.inspect.save import save
-
-            subject = open_subject(
-                checkpoint,
-                seed=seed,
-                device=torch_device,
-                dtype=getattr(torch, torch_dtype_name),
-                backends=chosen,
+    name, content = read_text(text)
+    if checkpoint is not None:
+        if "seed" in options_on_command_line(context):
+            raise InvalidInput(
+                "--seed sets untrained weights, and --checkpoint has trained ones; leave one of"
+                " them out"
             )
-            characters = content.decode(errors="replace")  # no UTF-8: U+FFFD
-            inspection = inspect_text(characters, subject, source=name, max_tokens=max_tokens)
-            files = ResultFiles()
-            files.write(out, lambda folder: save(inspection, folder, layer, force))
-        _print_summary(inspection, files.written, max_tokens)
-        files.exit_code(0)
+        check_checkpoint(checkpoint)
+    chosen, torch_dtype_name = parse_backends(backends), one_dtype(dtype)
+    need_extras("nsa inspect", ["matplotlib", "jinja2"])
+    output.check_out(out, force, "--force to overwrite its pictures")
+    with errors_name_options({"layer": "layer", "max_tokens": "max_tokens"}):
+        torch_device = pick_device(device, threads)
+        import torch
 
+        from nsa_models.inspect import inspect_text, open_subject
+        from nsa_models.inspect.save import save
+        from nsa_models.lm.config import check_layer
 
-def _check_sizes(config: dict[str, Any] | None, layer: int | None, max_tokens: int | None) -> None:
-    """Refuse a layer that a model does not have, and too few tokens, before torch is imported."""
-    from nsa_models.lm.config import check_layer, no_choice, size
-    from nsa_models.lm.config_json import config_of
-
-    try:
-        model = size("tiny") if config is None else config_of(config)
-    except NSAError:
-        return  # a fault of the folder, which its opening names
-    check_layer(layer, model.nsa_layers or range(model.n_layers))
-    if max_tokens is not None and (problem := no_choice(model.layer, max_tokens)):
-        raise InvalidInput(f"--max-tokens must be {problem}")
+        subject = open_subject(
+            checkpoint,
+            seed=seed,
+            device=torch_device,
+            dtype=getattr(torch, torch_dtype_name),
+            backends=chosen,
+        )
+        config = subject.model.config
+        check_layer(layer, config.nsa_layers or range(config.n_layers))
+        characters = content.decode(errors="replace")  # no UTF-8: U+FFFD
+        inspection = inspect_text(characters, subject, source=name, max_tokens=max_tokens)
+        files = ResultFiles()
+        files.write(out, lambda folder: save(inspection, folder, layer, force))
+    _print_summary(inspection, files.written, max_tokens)
+    files.exit_code(0)
 
 
 def _print_summary(inspection: Inspection, folders: list[Path], max_tokens: int | None) -> None:

@@ -29,7 +29,7 @@ from nsa_cli.choices import (
     read_file,
     refuse_options,
 )
-from nsa_cli.extras import TASKS, libraries_of_data, need_extras
+from nsa_cli.extras import need_extras
 from nsa_core.errors import InvalidInput
 from nsa_models.lm import run_folder
 from nsa_models.lm.tokens import read_tokenizer
@@ -97,7 +97,6 @@ def train(
     training = train_interrupted.Training(context, typed)
     named = {name: name for name in values} | options.RENAMED
     with (
-        output.exit_codes(),
         train_interrupted.explained(training) as interruption,
         _world(values, training, named) as world,
         _watching(world, train_interrupted.end_of(training, world)),
@@ -209,7 +208,6 @@ def _check_options(values: Mapping[str, Any], typed: Set[str]) -> None:
     resume = values["resume"]
     libraries = ["safetensors"]
     if not resume:  # else the folder names the data and the tokenizer
-        libraries += libraries_of_data(values["data"])
         _check_effect(values, typed)
         if not 0 < values["held_out"] < 1:
             raise InvalidInput(
@@ -223,20 +221,21 @@ def _check_options(values: Mapping[str, Any], typed: Set[str]) -> None:
         check_checkpoint(values["checkpoint"])
     parse_backends(values["backends"])
     need_extras("nsa train", [*libraries, *["matplotlib"] * bool(values["png"] or values["svg"])])
-    decided = [("--resume", resume, options.OF_RUN)]
-    decided += [("--checkpoint", values["checkpoint"] is not None, options.OF_MODEL)]
-    for option, given, names in decided:
-        if given:
-            refuse_options([x for x in names if x in typed], f"set by the folder of {option}")
+    of_run = [name for name in values if name in typed - options.ON_RESUME]
+    of_model = [name for name in options.OF_MODEL if name in typed]
+    if resume:
+        refuse_options(of_run, "set by the folder of --resume")
+    if values["checkpoint"] is not None:
+        refuse_options(of_model, "set by the folder of --checkpoint")
     plots = {f"--{kind}": values[kind] for kind in ("png", "svg")}
     output.check_files(plots, values["force"] or resume)
 
 
 def _check_effect(values: Mapping[str, Any], typed: Set[str]) -> None:
     """Refuse typed options that have no effect on this run."""
-    data, tasks = values["data"], " and ".join(TASKS)
+    data, tasks = values["data"], options.TASKS
     ineffective, other_kind = (
-        (options.TEXT_ONLY, "text") if data in TASKS else (options.TASKS_ONLY, tasks)
+        (options.TEXT_ONLY, "text") if data in tasks else (options.TASKS_ONLY, " and ".join(tasks))
     )
     unused = [name for name in ineffective if name in typed]
     refuse_options(unused, f"only with {other_kind}, not with --data {data}")
@@ -244,7 +243,7 @@ def _check_effect(values: Mapping[str, Any], typed: Set[str]) -> None:
 
 def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Trainer:
     """Build the trainer, and refuse a backend that cannot run."""
-    from nsa_models.lm import log, saving
+    from nsa_models.lm import saving
     from nsa_models.lm.model_folder import open_folder
     from nsa_models.lm.task import DataSpec, open_data
     from nsa_models.lm.trainer import Trainer
@@ -266,12 +265,10 @@ def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Traine
         recipe = _recipe(values)
     else:
         spec = training.data
-        need_extras("nsa train", libraries_of_data(spec.data))
         changed = {name: values[name] for name in options.CHANGEABLE_ON_RESUME if name in typed}
         recipe = dataclasses.replace(training.recipe, **changed)
     tokenizer: Tokenizer | None = values["tokenizer"]
     if folder is not None:
-        need_extras("nsa train", folder.libraries)
         tokenizer = folder.tokenizer()
         _check_tokens(spec, tokenizer, folder, "--checkpoint" if training is None else "--resume")
     data = open_data(spec, tokenizer)
@@ -280,12 +277,8 @@ def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Traine
     model = _model(values, data.vocab_size, folder, world, recipe.parallel)
     trainer = Trainer(model, data, recipe, world, folder, resume)
     trainer.plan()  # a backend that cannot run is refused before anything is written
-    if world.rank == 0:
-        if not resume:  # with --force, the old run must not pass for the new one
-            saving.remove_tensors(out)
-        elif (aside := log.set_aside(out / log.FILE)) is not None:
-            note = f"{out / log.FILE} could not be read. It is kept as {aside.name}, and a new log"
-            output.print_text(output.console(stderr=True), f"{note} begins.")
+    if world.rank == 0 and not resume:  # with --force, the old run must not pass for the new one
+        saving.remove_tensors(out)
     return trainer
 
 

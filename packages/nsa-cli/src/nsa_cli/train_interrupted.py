@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from nsa_cli import output, torchrun
+from nsa_cli.train_options import NOT_IN_FOLDER
 from nsa_core.errors import NSAError
 from nsa_core.util.atomic_files import NotWritten
 from nsa_core.util.interruption import Interruption, exit_code, recorded_signals, signal_of
@@ -24,9 +25,6 @@ from nsa_models.lm.run_folder import is_empty
 if TYPE_CHECKING:
     from nsa_models.lm.parallel import World
     from nsa_models.lm.trainer import Trainer
-
-# Options of a resumed run that its folder does not hold.
-NOT_IN_FOLDER = ("device", "threads", "backends", "png", "svg")
 
 
 @dataclasses.dataclass

@@ -119,26 +119,11 @@ RENAMED = {
     "graph": "cuda_graph",
     "vocab_size": "vocab",
 }
+TASKS = ("uniform", "recall")  # of nsa_models.lm.task
 TASKS_ONLY, TEXT_ONLY = ("vocab",), ("tokenizer", "text_field", "held_out")
 # Options that the folder of --checkpoint decides.
-OF_MODEL: tuple[str, ...] = ("size", "attention", "tokenizer")
-# Options that a resumed run reads from its folder, because they determine the result.
-OF_RUN: tuple[str, ...] = (
-    "data",
-    "size",
-    "attention",
-    "tokenizer",
-    "text_field",
-    "held_out",
-    "held_out_rows",
-    "length",
-    "vocab",
-    "batch",
-    "lr",
-    "warmup",
-    "weight_decay",
-    "clip",
-    "dtype",
-    "seed",
-    "checkpoint",
-)
+OF_MODEL = ("size", "attention", "tokenizer")
+# Options of a resumed run that its folder does not hold.
+NOT_IN_FOLDER = ("device", "threads", "backends", "png", "svg")
+# A resumed run reads all others from its folder, because they determine the result.
+ON_RESUME = {"out", "resume", "force", *CHANGEABLE_ON_RESUME, *NOT_IN_FOLDER}

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nsa_cli import output
+from nsa_cli.bench_options import Blocks
 from nsa_cli.choices import (
-    BLOCKS,
     DTYPE_CHOICES,
     SHAPE,
     Device,
@@ -55,14 +55,7 @@ def tune(
             parser=tokens(),
         ),
     ] = None,
-    blocks: Annotated[
-        str,
-        typer.Option(
-            metavar=BLOCKS,
-            help="Block sizes in tokens: compression l and its stride d, selection l'; number of"
-            " selected blocks n; window w.",
-        ),
-    ] = "32,16,64,16,512",
+    blocks: Blocks = "32,16,64,16,512",
     device: Device = "auto",
     threads: Threads = 1,
     budget: Annotated[
@@ -83,47 +76,46 @@ def tune(
     the stated priorities, and the exit code is 1. A third-party backend runs in child processes:
     a crash, an exit or a hang is its failure, and the others are timed.
     """
-    with output.exit_codes():
-        if show and reset:
-            raise typer.BadParameter("--show prints what --reset deletes: pass one of them")
-        if show:
+    if show and reset:
+        raise typer.BadParameter("--show prints what --reset deletes: pass one of them")
+    if show:
+        _print_saved(tuned.read())
+        return
+    if reset:
+        with contextlib.suppress(InvalidInput):  # it deletes a corrupt file, too
             _print_saved(tuned.read())
-            return
-        if reset:
-            with contextlib.suppress(InvalidInput):  # it deletes a corrupt file, too
-                _print_saved(tuned.read())
-            _reset()
-            return
-        from nsa_bench.shapes import parse_shape
+        _reset()
+        return
+    from nsa_bench.shapes import parse_shape
 
-        sizes, parsed = block_sizes(blocks), parse_shape(shape)
-        with output.naming("--blocks:"):
-            config = parsed.config(sizes)
-        name = None if dtype is None else one_dtype(dtype)
-        torch_device = pick_device(device, threads)
-        cuda = torch_device.startswith("cuda")
-        import torch
+    sizes, parsed = block_sizes(blocks), parse_shape(shape)
+    with output.naming("--blocks:"):
+        config = parsed.config(sizes)
+    name = None if dtype is None else one_dtype(dtype)
+    torch_device = pick_device(device, threads)
+    cuda = torch_device.startswith("cuda")
+    import torch
 
-        from nsa_bench.tune import tune as run_tuning
-        from nsa_bench.tune_candidates import find_tune_candidates
+    from nsa_bench.tune import tune as run_tuning
+    from nsa_bench.tune_candidates import find_tune_candidates
 
-        tuned.check_writable()
-        output.import_with_plugins("nsa_bench.tune")
-        registry = output.find_backends()
-        torch_dtype = getattr(torch, name or ("bfloat16" if cuda else "float32"))
-        candidates = find_tune_candidates(config, registry, device=torch_device, dtype=torch_dtype)
-        with output.progress(candidates.steps) as advance:
-            result = run_tuning(
-                candidates,
-                length=length or (8192 if cuda else 1024),
-                seed=seed,
-                budget_s=budget,
-                advance=advance,
-            )
-        files = ResultFiles()
-        files.write(tuned.path(), lambda _: tuned.save(result.records))
-        _print_tuning(result, files.written)
-        code = files.exit_code(output.FAILED if result.failed else 0)
+    tuned.check_writable()
+    output.import_with_plugins("nsa_bench.tune")
+    registry = output.find_backends()
+    torch_dtype = getattr(torch, name or ("bfloat16" if cuda else "float32"))
+    candidates = find_tune_candidates(config, registry, device=torch_device, dtype=torch_dtype)
+    with output.progress(candidates.steps) as advance:
+        result = run_tuning(
+            candidates,
+            length=length or (8192 if cuda else 1024),
+            seed=seed,
+            budget_s=budget,
+            advance=advance,
+        )
+    files = ResultFiles()
+    files.write(tuned.path(), lambda _: tuned.save(result.records))
+    _print_tuning(result, files.written)
+    code = files.exit_code(output.FAILED if result.failed else 0)
     raise typer.Exit(code)
 
 

@@ -133,7 +133,7 @@ def verify(
     """
     by_slot = {"cmp": cmp, "sel": sel, "win": win, "select": select, "combine": combine}
     named = {slot: name for slot, name in by_slot.items() if name is not None}
-    with output.exit_codes(), recorded_signals() as stop:
+    with recorded_signals() as stop:
         output.check_writable("--json", json_file, force)
         for slot, backend in named.items():
             check_backends([backend], f"--{slot}")
@@ -184,13 +184,11 @@ def verify(
             report = {"schema_version": SCHEMA_VERSION, "combinations": reports}
         files, text_of_report = ResultFiles(), json.dumps(report, indent=1) + "\n"
         files.write_json(json_file, text_of_report, force)
-        from nsa_cli.verify_report import print_combinations, print_report, verdict
+        from nsa_cli.verify_report import print_reports, verdict
 
-        typed = {"--cases": cases, "--job-timeout": job_timeout}
-        if json_file != output.STDOUT and every:
-            print_combinations(reports, typed)
-        elif json_file != output.STDOUT:
-            print_report(report, verbose, typed)
+        if json_file != output.STDOUT:
+            typed = {"--cases": cases, "--job-timeout": job_timeout}
+            print_reports(reports, every, verbose, typed)
         _, code = verdict(reports, every)
         files.exit_code(code)
     raise typer.Exit(code)

@@ -11,7 +11,6 @@ from nsa_cli import output
 from nsa_cli.output import shorten
 from nsa_core.contract import SLOTS
 from nsa_core.util.interruption import exit_code
-from nsa_core.util.text import escape_control
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,57 +25,36 @@ _NOTE = (
 )
 
 
-def _printable(report: dict[str, Any]) -> dict[str, Any]:
-    """Return ``report`` with details that a terminal can print: they may be messages of plugins."""
-
-    def text(detail: str) -> str:
-        escaped = escape_control(detail)
-        more = len(escaped) - _LONGEST_DETAIL
-        return f"{escaped[:_LONGEST_DETAIL]} ... ({more} more characters)" if more > 0 else escaped
-
-    findings = [{**finding, "detail": text(finding["detail"])} for finding in report["findings"]]
-    return {**report, "findings": findings}
-
-
-def print_report(report: dict[str, Any], verbose: bool, typed: Mapping[str, object]) -> None:
-    """Print one report: a table of checks, failures and the verdict.
+def print_reports(
+    reports: list[dict[str, Any]], every: bool, verbose: bool, typed: Mapping[str, object]
+) -> None:
+    """Print a table of checks, or of combinations, then the failures and the verdict.
 
     Args:
-        report: The report of one combination.
+        reports: The report of one combination, or those of ``every`` combination.
+        every: Print a row per combination.
         verbose: Print a row per check and slot, with each kind of error, instead of one per check.
         typed: Value of each option that decides what runs, and that the report does not have; None
             if it was not given.
     """
-    report = _printable(report)
-    console = output.console()
-    output.print_text(console, _setting(report))
-    console.print()
+    console, report = output.console(), reports[0]
     findings, interrupted = report["findings"], bool(report.get("interrupted"))
-    columns, rows = checks_rows(findings, verbose, interrupted)
+    output.print_text(console, _circumstances(report) if every else _setting(report))
+    console.print()
+    columns, rows = (
+        combinations_rows(reports) if every else checks_rows(findings, verbose, interrupted)
+    )
     output.print_table(console, columns, rows, wrapped=("check", "slots"))
     console.print()
     note = _VERBOSE_NOTE if verbose else _NOTE + " --verbose: a row per slot."
-    output.print_text(console, note, "dim", "")
-    for reason, checks in _not_run(findings).items():
-        output.print_text(console, f"not run: {reason} ({', '.join(checks)})", "yellow")
-    for line in refusal_lines(report):
-        output.print_text(console, line, "yellow")
-    _print_failures(console, [report], typed)
-    line, code = verdict([report], every=False)
-    output.print_text(console, line, "bold green" if code == 0 else "bold red")
-
-
-def print_combinations(reports: list[dict[str, Any]], typed: Mapping[str, object]) -> None:
-    """Print a row per combination, failures and the verdict; ``typed`` as in print_report."""
-    reports = [_printable(report) for report in reports]
-    console = output.console()
-    output.print_text(console, _circumstances(reports[0]))
-    console.print()
-    output.print_table(console, *combinations_rows(reports))
-    console.print()
-    output.print_text(console, _NOTE, "dim", "")
+    output.print_text(console, _NOTE if every else note, "dim", "")
+    if not every:
+        for reason, checks in _not_run(findings).items():
+            output.print_text(console, f"not run: {reason} ({', '.join(checks)})", "yellow")
+        for line in refusal_lines(report):
+            output.print_text(console, line, "yellow")
     _print_failures(console, reports, typed)
-    line, code = verdict(reports, every=True)
+    line, code = verdict(reports, every)
     output.print_text(console, line, "bold green" if code == 0 else "bold red")
 
 
@@ -196,7 +174,7 @@ def _not_run(findings: Sequence[Finding]) -> dict[str, list[str]]:
             continue  # refusal_lines counts them
         if _not_applicable(group) == len(group):
             reason = (group[0]["detail"].splitlines() or ["no reason given"])[0]
-            checks_by_reason.setdefault(reason, []).append(check)
+            checks_by_reason.setdefault(shorten(reason, _LONGEST_DETAIL), []).append(check)
     return checks_by_reason
 
 
@@ -257,8 +235,10 @@ def _choices(report: dict[str, Any]) -> str:
 
 
 def _sentence(finding: Finding) -> str:
-    keys = ("check", "slot", "case", "dtype", "quantity")
-    return f"{', '.join(finding[key] for key in keys if finding[key])}: {finding['detail']}"
+    keys, detail = ("check", "slot", "case", "dtype", "quantity"), finding["detail"]
+    if (more := len(detail) - _LONGEST_DETAIL) > 0:  # it may be the message of a plugin
+        detail = f"{detail[:_LONGEST_DETAIL]} ... ({more} more characters)"
+    return f"{', '.join(finding[key] for key in keys if finding[key])}: {detail}"
 
 
 def _command(report: dict[str, Any], finding: Finding, typed: Mapping[str, object]) -> str:

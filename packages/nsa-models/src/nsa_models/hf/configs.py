@@ -41,8 +41,8 @@ class NSAConfigMixin:
         super().__post_init__(**kwargs)  # type: ignore[misc]
 
     @property
-    def _attn_implementation(self) -> str | None:
-        return self._attn_implementation_internal
+    def _attn_implementation(self) -> str:
+        return ATTENTION
 
     @_attn_implementation.setter
     def _attn_implementation(self, value: Any) -> None:

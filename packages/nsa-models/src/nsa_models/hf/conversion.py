@@ -17,7 +17,7 @@ from nsa_core.util.atomic_files import check_output_folder, writing
 from nsa_models.hf.configs import layer_spec
 from nsa_models.hf.folder import load_model
 from nsa_models.hf.models import MODELS
-from nsa_models.lm import saving
+from nsa_models.lm import config_json, saving
 from nsa_models.lm.config import layers_with_nsa
 from nsa_models.lm.config_json import DENSE_TYPES, LayerSpec, nsa_fields
 from nsa_models.lm.model_folder import ModelFolder, open_folder, plain_file
@@ -86,10 +86,10 @@ def convert(
         >>> model, carried, new = convert(dense)
         >>> model.save_pretrained("qwen3-nsa")
     """
-    config_class, model_class = _classes(model)
+    model_class = _class_for(model)
     values = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_CARRIED}
     plain_backends = dict(backends) if isinstance(backends, Mapping) else backends
-    config = config_class.from_dict(
+    config = model_class.config_class.from_dict(
         {**values, "nsa": {**DEFAULTS, **nsa_fields(nsa)}, "nsa_backends": plain_backends}
     )
     numbers = layers_with_nsa(nsa_layers, config.num_hidden_layers)
@@ -114,33 +114,28 @@ def convert(
     return Conversion(converted, list(dense), sorted(ours.keys() - carried.keys()))
 
 
-def _classes(model: Any) -> tuple[type[Any], type[Any]]:
-    """Return the classes of the configuration and of the model with NSA.
+def _class_for(model: Any) -> Any:
+    """Return the class of the model with NSA.
 
     Raises:
         InvalidInput: The model cannot be converted.
     """
-    kinds = ", ".join(MODELS)
     if not isinstance(model, PreTrainedModel):
         hint = "; merge the adapters first, with model.merge_and_unload()"
         raise InvalidInput(
             f"model must be a causal language model of transformers, got {type(model).__name__}"
             + hint * hasattr(model, "merge_and_unload")
         )
-    kind = model.config.model_type
-    if kind not in MODELS:
-        has_nsa = kind.removeprefix("nsa_") in MODELS
-        reason = "the model has NSA already" if has_nsa else "NSA has no model of this type"
-        raise InvalidInput(f"model_type must be one of {kinds}, got {kind!r}; {reason}")
+    config_json.check_type(model.config.model_type, DENSE_TYPES)
     if getattr(model.config, "quantization_config", None) is not None:
         raise InvalidInput(
             "quantization_config: a quantised model cannot be converted; load the model in bfloat16"
         )
-    config_class, model_class = MODELS[kind]
+    model_class = MODELS[model.config.model_type]
     dense_class = model_class.__bases__[1]
     if not isinstance(model, dense_class):
         raise InvalidInput(f"model must be a {dense_class.__name__}, got {type(model).__name__}")
-    return config_class, model_class
+    return model_class
 
 
 def _with_our_names(
@@ -226,29 +221,35 @@ def convert_checkpoint(
     """
     target = Path(target)
     check_output_folder(target)
-    folder = open_dense(source)
-    dense = load_model(folder, dtype)
-    fields = {**default_fields(folder), **nsa_fields(nsa)}
-    conversion = convert(dense, fields, backends, nsa_layers)
+    folder, fields = open_dense(source, nsa, nsa_layers)
+    conversion = convert(load_model(folder, dtype), fields, backends, nsa_layers)
     write(conversion.model, folder, target)
     return conversion
 
 
-def default_fields(folder: ModelFolder) -> dict[str, Any]:
-    """Return the fields of NSAConfig that a dense run of `nsa train` states; empty for others."""
-    return dict(folder.values.get("nsa") or {})
+def open_dense(
+    source: str | Path, nsa: Mapping[str, Any] | None, nsa_layers: NSALayers
+) -> tuple[ModelFolder, dict[str, Any]]:
+    """Open the folder of a dense model, and check what :func:`convert` will make of it.
 
+    Args:
+        source: The folder.
+        nsa: As in :func:`convert`.
+        nsa_layers: As in :func:`convert`.
 
-def open_dense(source: str | Path) -> ModelFolder:
-    """Open the folder of a dense model.
+    Returns:
+        The folder, and ``nsa`` with the fields that a dense run of `nsa train` states.
 
     Raises:
-        InvalidInput: As :func:`nsa_models.lm.model_folder.open_folder`; or the model has NSA, or
-            its tokenizer cannot be read.
+        InvalidInput: As :func:`nsa_models.lm.model_folder.open_folder`; or the model has NSA, its
+            tokenizer cannot be read, or ``nsa`` or ``nsa_layers`` does not suit the model.
     """
     folder = open_folder(source, types=DENSE_TYPES)
     folder.tokenizer()  # it is copied with the model
-    return folder
+    fields = {**nsa_fields(folder.values.get("nsa")), **nsa_fields(nsa)}
+    config_json.layer_spec({**config_json.complete(folder.values), "nsa": {**DEFAULTS, **fields}})
+    layers_with_nsa(nsa_layers, folder.config.n_layers)
+    return folder, fields
 
 
 def write(model: Any, source: ModelFolder, target: Path) -> None:

@@ -19,7 +19,6 @@ from nsa_core.torch_ops.torch_state import checks_values
 from nsa_models.hf.attention import NSASelfAttention
 from nsa_models.hf.cache import NSAModelCache
 from nsa_models.hf.configs import (
-    ATTENTION,
     NSALlamaConfig,
     NSAQwen2Config,
     NSAQwen3Config,
@@ -27,7 +26,7 @@ from nsa_models.hf.configs import (
 )
 from nsa_models.hf.dense import dense_arguments
 from nsa_models.hf.divided import check_divided_call, divided_heads_of, whole_state
-from nsa_models.hf.packed import packed_documents
+from nsa_models.hf.packed import Call, packed_documents
 from nsa_models.lm.config import layers_with_nsa
 
 # The argument for the cache; transformers 5.24 renamed it.
@@ -77,17 +76,6 @@ class NSAPreTrained:
         )
 
 
-def use_nsa_attention(config: Any) -> None:
-    """Set the attention implementation in the configuration of a model.
-
-    Raises:
-        InvalidInput: The configuration asks for attention to later tokens.
-    """
-    if getattr(config, "is_causal", None) is False:
-        raise InvalidInput("config.is_causal must be True, got False: NSA attends to the past only")
-    config._attn_implementation = ATTENTION
-
-
 def one_cache(past_key_values: Any, cache: Any) -> Any:
     """Return the cache, whose argument has two names.
 
@@ -112,7 +100,10 @@ class _NSADecoder(NSAPreTrained):
     training: bool
 
     def __init__(self, config: Any) -> None:
-        use_nsa_attention(config)
+        if getattr(config, "is_causal", None) is False:
+            raise InvalidInput(
+                "config.is_causal must be True, got False: NSA attends to the past only"
+            )
         spec = layer_spec(config)
         nsa_layers = layers_with_nsa(config.nsa_layers, config.num_hidden_layers)
         super().__init__(config)  # type: ignore[call-arg]
@@ -173,19 +164,15 @@ class _NSADecoder(NSAPreTrained):
             cache = self.new_cache()
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         if inputs is not None:  # otherwise the dense decoder raises
-            size = inputs.shape[:2]
+            call = Call(inputs.shape[:2], attention_mask, position_ids, cache, kwargs)
             has_dense = len(self.nsa_layers) < len(self.layers)
-            is_divided = check_divided_call(
-                self.first_nsa, has_dense, size, attention_mask, position_ids, cache, kwargs
-            )
-            _check_mask(attention_mask, size, cache)
-            positions = None if is_divided else position_ids
-            packing = packed_documents(
-                size, attention_mask, positions, cache, kwargs, self.first_nsa.config
-            )
+            if check_divided_call(self.first_nsa, has_dense, call):
+                call = call._replace(position_ids=None)
+            _check_mask(call)
+            packing = packed_documents(call, self.first_nsa.config)
             kwargs |= packing
             if has_dense:
-                kwargs |= dense_arguments(inputs, attention_mask, cache, packing)
+                kwargs |= dense_arguments(call, packing, inputs.device)
                 position_ids = kwargs.pop("position_ids")
         return super().forward(  # type: ignore[misc]
             input_ids=input_ids,
@@ -253,8 +240,8 @@ class _NSADecoder(NSAPreTrained):
         return NSAModelCache(layers[: self.config.num_hidden_layers], max_len, max_rollback)
 
 
-def _check_mask(mask: Any, size: torch.Size, cache: NSAModelCache | None) -> None:
-    """Check the shape of ``attention_mask`` for an input of ``size`` [B, S], and its values.
+def _check_mask(call: Call) -> None:
+    """Check the shape of ``attention_mask``, and its values.
 
     Reads a mask of floats, which may be an additive one, and an integer one on the CPU or with
     NSA_CHECK=1. Only a mask that is read on a GPU synchronises.
@@ -263,9 +250,11 @@ def _check_mask(mask: Any, size: torch.Size, cache: NSAModelCache | None) -> Non
         InvalidInput: It is no tensor with one entry per token of the cache and of the input, or has
             other values than 0 and 1, or it has floats and no 1.
     """
+    mask: Any = call.attention_mask
     if mask is None:
         return
-    shape = [size[0], size[1] + (0 if cache is None else cache.get_seq_length())]
+    past = 0 if call.cache is None else call.cache.get_seq_length()
+    shape = [call.size[0], call.size[1] + past]
     if not isinstance(mask, torch.Tensor) or list(mask.shape) != shape:
         passed = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise InvalidInput(

@@ -15,32 +15,26 @@ from transformers.masking_utils import sdpa_mask
 
 from nsa_core.errors import InvalidInput
 from nsa_core.packing import token_positions
-from nsa_models.hf.cache import NSAModelCache
 from nsa_models.hf.configs import NSAConfigMixin
+from nsa_models.hf.packed import Call
 from nsa_models.hf.rows import TokenRows
 from nsa_models.lm.dense import causal_documents
 
 
-def dense_arguments(
-    inputs: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    cache: NSAModelCache | None,
-    packing: Mapping[str, Any],
-) -> dict[str, Any]:
+def dense_arguments(call: Call, packing: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Return the arguments that dense layers need, and NSA layers ignore.
 
     Args:
-        inputs: The input of the decoder, [B, S] or [B, S, dim].
-        attention_mask: [B, S] with the columns of the cache before the input, or None.
-        cache: The cache of the call.
+        call: The call of the decoder.
         packing: Arguments of NSA layers, from :func:`nsa_models.hf.packed.packed_documents`.
+        device: Device of the input.
 
     Returns:
         ``position_ids`` [B, S], which count the tokens of each sequence and document from 0; and
         ``dense_mask``, bool [B, 1, S, columns of the cache + S], True where a token attends; None
         for all earlier tokens of the sequence or document.
     """
-    (batch, rows), device, past = inputs.shape[:2], inputs.device, 0
+    (batch, rows), attention_mask, cache, past = call.size, call.attention_mask, call.cache, 0
     positions = torch.arange(rows, device=device).expand(batch, rows)
     if attention_mask is not None:
         attention_mask = attention_mask.to(device).bool()

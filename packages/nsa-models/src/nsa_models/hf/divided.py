@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,18 +12,11 @@ from nsa_core.layer.module import NSAttention
 from nsa_core.parallel import whole_parameters
 from nsa_core.parallel.context import DividedSequence
 from nsa_core.parallel.head_parallel import DividedHeads
+from nsa_models.hf.packed import Call
 from nsa_models.lm.head_shards import unshard
 
 
-def check_divided_call(
-    layer: NSAttention,
-    has_dense: bool,
-    size: torch.Size,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    cache: Any,
-    options: dict[str, Any],
-) -> bool:
+def check_divided_call(layer: NSAttention, has_dense: bool, call: Call) -> bool:
     """Check a call of a decoder whose layers hold a part of each sequence.
 
     The check does not depend on the values of tensors, so that all ranks raise the error or none.
@@ -32,11 +24,7 @@ def check_divided_call(
     Args:
         layer: The first NSA layer of the decoder.
         has_dense: Whether other layers of the decoder are dense.
-        size: Shape of the input, [B, S].
-        attention_mask: The argument of the decoder.
-        position_ids: The argument of the decoder.
-        cache: The argument of the decoder.
-        options: Other arguments of the decoder.
+        call: The call.
 
     Returns:
         Whether the layers hold a part of each sequence. Positions have no use then.
@@ -49,24 +37,24 @@ def check_divided_call(
         return False
     if has_dense:
         layer.parallel.refuse("a model with dense layers (nsa_layers)")
-    if cache is not None:
+    if call.cache is not None:
         layer.parallel.refuse("a call with a cache")
-    packed = options.get("cu_seq_lens_q") is not None
+    packed = call.boundaries is not None
     problems = (
         (
-            attention_mask is not None,
+            call.attention_mask is not None,
             "attention_mask must be None",
             "pad each sequence at its end, or pack the documents and pass cu_seq_lens_q",
         ),
         (  # DataCollatorWithFlattening adds positions to the boundaries, which are used then
-            position_ids is not None and not packed,
+            call.position_ids is not None and not packed,
             "position_ids must be None",
             "leave them out; for packed documents pass cu_seq_lens_q and max_length_q of the whole"
             " row, the same on all ranks",
         ),
         (
-            packed and size[0] != 1,
-            f"cu_seq_lens_q needs an input of one row, got {size[0]} rows,",
+            packed and call.size[0] != 1,
+            f"cu_seq_lens_q needs an input of one row, got {call.size[0]} rows,",
             "pack all documents in one row",
         ),
     )

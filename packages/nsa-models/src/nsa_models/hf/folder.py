@@ -35,7 +35,7 @@ def load_model(folder: ModelFolder, dtype: str | torch.dtype = "auto", **options
         InvalidInput: transformers cannot build the model.
     """
     is_nsa = folder.config.attention == "nsa"
-    _, model_class = MODELS[folder.values["model_type"].removeprefix("nsa_")]
+    model_class = MODELS[folder.values["model_type"].removeprefix("nsa_")]
     if not is_nsa:
         model_class = model_class.__bases__[1]
     try:

@@ -42,7 +42,6 @@ from nsa_models.hf.decoder import (
     NSAQwen2Model,
     NSAQwen3Model,
     one_cache,
-    use_nsa_attention,
 )
 from nsa_models.hf.dense import dense_attention
 from nsa_models.hf.divided import check_divided_labels
@@ -58,7 +57,6 @@ class _NSACausalLM(NSAPreTrained):
     decoder_class: Any
 
     def __init__(self, config: Any) -> None:
-        use_nsa_attention(config)
         # As the dense model, whose __init__ would create the dense decoder.
         PreTrainedModel.__init__(self, config)  # type: ignore[arg-type]
         self.model = self.decoder_class(config)
@@ -202,61 +200,52 @@ class NSAQwen3ForCausalLM(_NSACausalLM, Qwen3ForCausalLM):
     config: NSAQwen3Config
 
 
-class _NSAClassifier(NSAPreTrained):
-    """Put a decoder with NSA into a classifier of transformers, which creates it; a mixin."""
-
-    def __init__(self, config: Any) -> None:
-        use_nsa_attention(config)
-        super().__init__(config)  # type: ignore[call-arg]
-
-
-class NSALlamaForSequenceClassification(_NSAClassifier, LlamaForSequenceClassification):
+class NSALlamaForSequenceClassification(NSAPreTrained, LlamaForSequenceClassification):
     """Llama with NSA and a head that classifies sequences, or scores them as a reward model."""
 
     config_class = NSALlamaConfig
     config: NSALlamaConfig
 
 
-class NSAQwen2ForSequenceClassification(_NSAClassifier, Qwen2ForSequenceClassification):
+class NSAQwen2ForSequenceClassification(NSAPreTrained, Qwen2ForSequenceClassification):
     """Qwen2 with NSA; see :class:`NSALlamaForSequenceClassification`."""
 
     config_class = NSAQwen2Config
     config: NSAQwen2Config
 
 
-class NSAQwen3ForSequenceClassification(_NSAClassifier, Qwen3ForSequenceClassification):
+class NSAQwen3ForSequenceClassification(NSAPreTrained, Qwen3ForSequenceClassification):
     """Qwen3 with NSA; see :class:`NSALlamaForSequenceClassification`."""
 
     config_class = NSAQwen3Config
     config: NSAQwen3Config
 
 
-MODELS: dict[str, tuple[Any, Any]] = {
-    "llama": (NSALlamaConfig, NSALlamaForCausalLM),
-    "qwen2": (NSAQwen2Config, NSAQwen2ForCausalLM),
-    "qwen3": (NSAQwen3Config, NSAQwen3ForCausalLM),
+MODELS: dict[str, Any] = {  # by the type of the dense model
+    "llama": NSALlamaForCausalLM,
+    "qwen2": NSAQwen2ForCausalLM,
+    "qwen3": NSAQwen3ForCausalLM,
 }
+_CLASSIFIERS = (
+    NSALlamaForSequenceClassification,
+    NSAQwen2ForSequenceClassification,
+    NSAQwen3ForSequenceClassification,
+)
 
 
 # The projection of an NSA layer that computes what a dense one does.
 _PROJECTIONS = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "o_proj": "out"}
-# (decoder, classifier) of each configuration
-_OTHER_CLASSES: dict[Any, tuple[Any, Any]] = {
-    NSALlamaConfig: (NSALlamaModel, NSALlamaForSequenceClassification),
-    NSAQwen2Config: (NSAQwen2Model, NSAQwen2ForSequenceClassification),
-    NSAQwen3Config: (NSAQwen3Model, NSAQwen3ForSequenceClassification),
-}
 
 
 def register() -> None:
     """Register the models with transformers; a second call has no effect."""
     AttentionInterface.register(ATTENTION, dense_attention)
     AttentionMaskInterface.register(ATTENTION, nsa_mask)
-    for config, model in MODELS.values():
+    for model, classifier in zip(MODELS.values(), _CLASSIFIERS):
+        config = model.config_class
         AutoConfig.register(config.model_type, config, exist_ok=True)
         AutoModelForCausalLM.register(config, model, exist_ok=True)
-        decoder, classifier = _OTHER_CLASSES[config]
-        AutoModel.register(config, decoder, exist_ok=True)
+        AutoModel.register(config, model.decoder_class, exist_ok=True)
         AutoModelForSequenceClassification.register(config, classifier, exist_ok=True)
         # The Trainer, pipelines and `transformers serve` know the kinds of models by these.
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type] = model.__name__
@@ -273,7 +262,7 @@ def _register_adapter_targets() -> None:
     for name, targets in vars(constants).items():
         if not (name.startswith("TRANSFORMERS_MODELS_TO_") and name.endswith("_MODULES_MAPPING")):
             continue
-        for kind, (config, _) in MODELS.items():
+        for kind, model in MODELS.items():
             if dense := targets.get(kind):
                 ours = [_PROJECTIONS[n] for n in dense if n in _PROJECTIONS]
-                targets[config.model_type] = [*dense, *dict.fromkeys(ours)]
+                targets[model.config_class.model_type] = [*dense, *dict.fromkeys(ours)]

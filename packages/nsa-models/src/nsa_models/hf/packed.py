@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,23 +19,58 @@ _ONE_DOCUMENT = (
 )
 
 
-def packed_documents(
-    size: torch.Size,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    cache: NSAModelCache | None,
-    options: dict[str, Any],
-    layer: NSAConfig,
-) -> dict[str, Any]:
-    """Divide the rows of a call into documents.
+class Call(NamedTuple):
+    """A call of a decoder.
 
-    Args:
+    Attributes:
         size: Shape of the input, [B, S].
         attention_mask: [B, S] with the columns of the cache before the input, or None.
         position_ids: The argument of the decoder. A token whose position does not follow that of
             the token before it starts a document.
         cache: The cache of the call.
         options: Other arguments of the decoder.
+    """
+
+    size: torch.Size
+    attention_mask: torch.Tensor | None
+    position_ids: torch.Tensor | None
+    cache: NSAModelCache | None
+    options: dict[str, Any]
+
+    @property
+    def boundaries(self) -> Any:
+        """The boundaries of packed documents, as passed; None without them."""
+        return self.options.get("cu_seq_lens_q")
+
+    def positions(self) -> torch.Tensor:
+        """Return the positions as [B, S].
+
+        Raises:
+            InvalidInput: They have another shape, or are no integers.
+        """
+        size, positions = self.size, self.position_ids
+        assert positions is not None  # the caller knows
+        if positions.shape not in (size, (1, size[1])):
+            raise InvalidInput(
+                f"position_ids must be {list(size)} or {[1, size[1]]}, like the input, got"
+                f" {list(positions.shape)}"
+            )
+        if positions.is_floating_point() or positions.is_complex():
+            raise InvalidInput(f"position_ids must be integers, got {positions.dtype}")
+        return positions.expand(size)
+
+    def tokens(self) -> torch.Tensor:
+        """Return the rows of the input that are tokens, bool [B, S] on the CPU."""
+        if self.attention_mask is None:
+            return torch.ones(self.size, dtype=torch.bool)
+        return self.attention_mask[:, self.attention_mask.shape[1] - self.size[1] :].cpu().bool()
+
+
+def packed_documents(call: Call, layer: NSAConfig) -> dict[str, Any]:
+    """Divide the rows of a call into documents.
+
+    Args:
+        call: The call.
         layer: The layers of the decoder.
 
     Returns:
@@ -48,33 +83,29 @@ def packed_documents(
             attention at these positions. Positions beside boundaries are checked on the CPU, and on
             a GPU with NSA_CHECK=1.
     """
-    boundaries = options.get("cu_seq_lens_q")
+    boundaries = call.boundaries
     if boundaries is None:
-        if options.get("cu_seq_lens_k") is not None:
+        if call.options.get("cu_seq_lens_k") is not None:
             raise InvalidInput(
                 "cu_seq_lens_k is passed without cu_seq_lens_q: pass the boundaries of the packed"
                 " documents as cu_seq_lens_q"
             )
-        if position_ids is None:
+        if call.position_ids is None:
             return {}
-        arguments: dict[str, Any] = _from_positions(
-            size, attention_mask, position_ids, cache, layer
-        )
+        arguments: dict[str, Any] = _from_positions(call, layer)
         return arguments
-    if cache is not None:
+    if call.cache is not None:
         raise InvalidInput(f"cu_seq_lens_q is passed with a cache: {_ONE_DOCUMENT}")
     if not isinstance(boundaries, torch.Tensor) or boundaries.dim() != 1:
         is_tensor = isinstance(boundaries, torch.Tensor)
         passed = list(boundaries.shape) if is_tensor else type(boundaries).__name__
         raise InvalidInput(f"cu_seq_lens_q must be a tensor [documents + 1], got {passed}")
-    if position_ids is not None:
-        positions = _rows_of(size, position_ids)
-        if checks_values(positions):
-            _check_documents(boundaries, positions.flatten(), attention_mask, layer)
-    if size[0] != 1 or attention_mask is not None:
-        arguments = _from_boundaries(size, attention_mask, boundaries)
+    if call.position_ids is not None and checks_values(call.positions()):
+        _check_documents(call, layer)
+    if call.size[0] != 1 or call.attention_mask is not None:
+        arguments = _from_boundaries(call)
         return arguments
-    longest = options.get("max_length_q")
+    longest = call.options.get("max_length_q")
     return {
         "cu_seq_lens_q": boundaries.to(torch.int32),
         "max_length_q": None if longest is None else int(longest),
@@ -92,15 +123,13 @@ def _arguments(size: torch.Size, lengths: Lengths, device: torch.device) -> dict
 
 
 @torch.compiler.disable(reason="it reads the boundaries on the host")
-def _from_boundaries(
-    size: torch.Size, attention_mask: torch.Tensor | None, boundaries: torch.Tensor
-) -> dict[str, Any]:
+def _from_boundaries(call: Call) -> dict[str, Any]:
     """Return the arguments of the layers for documents between boundaries. Synchronises.
 
     Raises:
         InvalidInput: They end elsewhere, or a document has tokens of two rows.
     """
-    rows, columns = size
+    (rows, columns), boundaries = call.size, call.boundaries
     starts_of_rows = range(0, rows * columns + 1, columns)
     _check_readable("cu_seq_lens_q of several rows, or of rows with padding,", boundaries)
     bounds = boundaries.tolist()
@@ -109,26 +138,21 @@ def _from_boundaries(
             f"cu_seq_lens_q must hold the boundaries of the {rows} rows laid end to end, from 0 to"
             f" {rows} * {columns} = {rows * columns} with every multiple of {columns}, got {bounds}"
         )
-    document = token_positions(boundaries.cpu(), rows * columns).document.view(size)
+    document = token_positions(boundaries.cpu(), rows * columns).document.view(call.size)
     lengths = [
         row[is_token].unique_consecutive(return_counts=True)[1].tolist()
-        for row, is_token in zip(document, _tokens(size, attention_mask))
+        for row, is_token in zip(document, call.tokens())
     ]
-    return _arguments(size, lengths, boundaries.device)
+    return _arguments(call.size, lengths, boundaries.device)
 
 
 @torch.compiler.disable(reason="it reads the positions on the host")
-def _check_documents(
-    boundaries: torch.Tensor,
-    positions: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    layer: NSAConfig,
-) -> None:
+def _check_documents(call: Call, layer: NSAConfig) -> None:
     """Check that positions count up by 1 in each document; see :func:`_check_start`."""
-    boundaries, positions = boundaries.cpu(), positions.cpu()
-    documents = token_positions(boundaries, len(positions))
-    if attention_mask is not None:
-        is_token = attention_mask.flatten().cpu().bool()
+    positions = call.positions().flatten().cpu()
+    documents = token_positions(call.boundaries.cpu(), len(positions))
+    if call.attention_mask is not None:
+        is_token = call.tokens().flatten()
         documents = type(documents)(*(x[is_token] for x in documents))
         positions = positions[is_token]
     is_first = documents.document.diff(prepend=documents.document.new_tensor([-1])) != 0
@@ -148,28 +172,16 @@ def _check_readable(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _tokens(size: torch.Size, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """Return the rows of the input that are tokens, bool [B, S] on the CPU."""
-    if attention_mask is None:
-        return torch.ones(size, dtype=torch.bool)
-    return attention_mask[:, attention_mask.shape[1] - size[1] :].cpu().bool()
-
-
 @torch.compiler.disable(reason="it reads the positions on the host")
-def _from_positions(
-    size: torch.Size,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor,
-    cache: NSAModelCache | None,
-    layer: NSAConfig,
-) -> dict[str, Any]:
+def _from_positions(call: Call, layer: NSAConfig) -> dict[str, Any]:
     """Return the arguments of the layers for the documents that positions mark. Synchronises."""
-    _check_readable("position_ids", position_ids)
-    batch, columns = size[0], 0 if cache is None else cache.get_seq_length()
+    all_positions, cache = call.positions(), call.cache
+    _check_readable("position_ids", all_positions)
+    batch, columns = call.size[0], 0 if cache is None else cache.get_seq_length()
     held = [0] * batch if cache is None else cache.host_lengths(batch)
     lengths: Lengths = []
-    positions, tokens = _rows_of(size, position_ids).cpu(), _tokens(size, attention_mask)
-    for b, is_token in enumerate(tokens):
+    positions = all_positions.cpu()
+    for b, is_token in enumerate(call.tokens()):
         column = is_token.nonzero().flatten()
         position = positions[b, column]
         if not len(column):
@@ -201,7 +213,7 @@ def _from_positions(
         for start in (first - held[b], *starts):
             _check_start(start, layer)
     is_packed = max(map(len, lengths), default=0) > 1
-    return _arguments(size, lengths, position_ids.device) if is_packed else {}
+    return _arguments(call.size, lengths, all_positions.device) if is_packed else {}
 
 
 def _check_start(position: int, layer: NSAConfig) -> None:
@@ -219,15 +231,3 @@ def _check_start(position: int, layer: NSAConfig) -> None:
             f" compresses rotated keys (rope_before_compress, compress={layer.compress!r}), and its"
             " results depend on the position: subtract the first position of each document"
         )
-
-
-def _rows_of(size: torch.Size, position_ids: torch.Tensor) -> torch.Tensor:
-    """Return the positions as [B, S]."""
-    if position_ids.shape not in (size, (1, size[1])):
-        raise InvalidInput(
-            f"position_ids must be {list(size)} or {[1, size[1]]}, like the input, got"
-            f" {list(position_ids.shape)}"
-        )
-    if position_ids.is_floating_point() or position_ids.is_complex():
-        raise InvalidInput(f"position_ids must be integers, got {position_ids.dtype}")
-    return position_ids.expand(size)

@@ -139,14 +139,24 @@ def inspect_model(
         torch.Size([512, 2, 4])
     """
     numbers = layer_numbers(model)
+    if not numbers:
+        kind = f"{type(model).__name__} without an NSAttention layer"
+        if isinstance(model, LanguageModel):
+            kind = f"attention {model.config.attention!r}"
+        raise InvalidInput(
+            f"model must have NSA layers, got {kind}, which selects no blocks; give a model with"
+            " attention 'nsa'"
+        )
     layers = {n: m for n, m in model.named_modules() if n in numbers}
-    _check_model(model, layers)
     _check_tokens(model, tokens, layers, total_tokens)
     records: list[LayerInspection] = []
-    hooks = [
-        layer.register_forward_pre_hook(_Recorder(name, numbers[name], records), with_kwargs=True)
-        for name, layer in layers.items()
-    ]
+    names = {layer: name for name, layer in layers.items()}
+
+    def record(attn: NSAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x, name = args[0] if args else kwargs["x"], names[attn]
+        records.append(_inspect_layer(attn, x, name, numbers[name]))
+
+    hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in names]
     was_training, device = model.training, next(model.parameters()).device
     try:
         with torch.no_grad():
@@ -179,40 +189,19 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
     return dict(zip(names, numbers))
 
 
-class _Recorder:
-    """A forward pre-hook that records one layer."""
-
-    def __init__(self, name: str, number: int, records: list[LayerInspection]) -> None:
-        self.name, self.number, self.records = name, number, records
-
-    def __call__(self, attn: NSAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = args[0] if args else kwargs["x"]  # [1, S, dim]
-        projected, blocks = select_blocks(attn, x)
-        length, device = blocks.shape[1], blocks.device
-        positions = token_positions(torch.tensor([0, length], device=device), length)
-        assert projected.k[1] is not None  # k[1] belongs to sel
-        chunks = [
-            row_mass(attn.config, projected.q[0], projected.k[1][0], blocks[0], positions, rows)
-            for rows in torch.arange(length, device=device).split(ROWS_AT_ONCE)
-        ]
-        mass = RowMass(*(torch.cat(parts).cpu() for parts in zip(*chunks)))
-        gates = compute_gates(attn.gate, x)[0].float().cpu()
-        self.records.append(
-            LayerInspection(self.name, self.number, attn.config, blocks[0].cpu(), gates, mass)
-        )
-
-
-def _check_model(model: nn.Module, layers: dict[str, NSAttention]) -> None:
-    if not layers:
-        kind = (
-            f"attention {model.config.attention!r}"
-            if isinstance(model, LanguageModel)
-            else f"{type(model).__name__} without an NSAttention layer"
-        )
-        raise InvalidInput(
-            f"model must have NSA layers, got {kind}, which selects no blocks; give a model with"
-            " attention 'nsa'"
-        )
+def _inspect_layer(attn: NSAttention, x: torch.Tensor, name: str, number: int) -> LayerInspection:
+    """Return what a layer does with its input x [1, S, dim]."""
+    projected, blocks = select_blocks(attn, x)
+    length, device = blocks.shape[1], blocks.device
+    positions = token_positions(torch.tensor([0, length], device=device), length)
+    assert projected.k[1] is not None  # k[1] belongs to sel
+    chunks = [
+        row_mass(attn.config, projected.q[0], projected.k[1][0], blocks[0], positions, rows)
+        for rows in torch.arange(length, device=device).split(ROWS_AT_ONCE)
+    ]
+    mass = RowMass(*(torch.cat(parts).cpu() for parts in zip(*chunks)))
+    gates = compute_gates(attn.gate, x)[0].float().cpu()
+    return LayerInspection(name, number, attn.config, blocks[0].cpu(), gates, mass)
 
 
 def _check_tokens(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,15 +21,26 @@ FILE = "log.jsonl"
 class Log:
     """Appends records to a log file.
 
-    A run resumed at ``step`` first drops the records of later steps, because it repeats them.
+    A run resumed at ``step`` first drops the records of later steps, because it repeats them. A log
+    that cannot be read is kept under another name, with a warning.
     """
 
     def __init__(self, path: Path, facts: Mapping[str, Any], step: int = 0) -> None:
         header = {"kind": KIND, "schema_version": SCHEMA_VERSION, **facts}
         records: list[dict[str, Any]] = []
         if step and path.exists():
-            old, records = read_log(path)
-            header = self._checked(path, old, header)
+            try:
+                old, records = read_log(path)
+            except InvalidInput:
+                aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
+                with writing(path):
+                    path.rename(aside)
+                warnings.warn(
+                    f"{path} could not be read. It is kept as {aside.name}, and a new log begins.",
+                    stacklevel=1,
+                )
+            else:
+                header = self._checked(path, old, header)
         lines = [header, *(record for record in records if record["step"] <= step)]
         write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines), force=True)
         self._path = path
@@ -85,24 +97,3 @@ def read_log(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         if isinstance(error, InvalidInput):
             raise
         raise InvalidInput(f"{path} cannot be read as a log: {describe_error(error)}") from error
-
-
-def set_aside(path: Path) -> Path | None:
-    """Rename a log that cannot be read, so that a resumed run can begin another one.
-
-    Returns:
-        The new name of the log; None if it can be read or does not exist.
-
-    Raises:
-        NotWritten: It cannot be renamed.
-    """
-    if not path.exists():
-        return None
-    try:
-        read_log(path)
-    except InvalidInput:
-        aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
-        with writing(path):
-            path.rename(aside)
-        return aside
-    return None

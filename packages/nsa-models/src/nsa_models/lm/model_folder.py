@@ -149,12 +149,6 @@ class ModelFolder:
     training: Training | None
     _optimizer_files: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    @property
-    def libraries(self) -> list[str]:
-        """Return the optional libraries that the tokenizer needs."""
-        own = self.training.tokenizer if self.training is not None else "file"
-        return ["tokenizers"] if own == "file" and TOKENIZER in self.companions else []
-
     def tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer; None if the folder has none.
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import datetime
 import os
+import platform
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from nsa_core.errors import InvalidInput
 from nsa_core.util.atomic_files import is_leftover, writing
+from nsa_core.util.text import one_line
 from nsa_models.lm import log
 from nsa_models.lm.tokens import TOKENIZER, TOKENIZER_CONFIG
 
@@ -18,7 +20,7 @@ CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 OPTIMIZER = "optimizer"  # the folder of the optimizer's tensors
 # The reason why a model has no text to read or to continue.
 ON_TASK = "was trained on a task, which has no tokenizer; give a run on text"
-_LOCK, _HOLDER = ".nsa-train.lock", ".nsa-train.json"
+_LOCK, _HOLDER = ".nsa-train.lock", ".nsa-train.txt"
 # Files that are written under a temporary name first.
 _ATOMIC = (CONFIG, INDEX, TOKENIZER, TOKENIZER_CONFIG, log.FILE)
 
@@ -88,13 +90,18 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             lock.acquire(timeout=0)
         except Timeout:
+            owner = ""
+            with contextlib.suppress(OSError, ValueError):  # it has not written it yet
+                owner = one_line(holder.read_text(encoding="utf-8"))
             raise InvalidInput(
-                f"{folder} is in use by {_describe(holder)}, which trains in it; wait for its end,"
-                " end it, or give another folder"
+                f"{folder} is in use by {owner[:200] or 'another process'}, which trains in it;"
+                " wait for its end, end it, or give another folder"
             ) from None
     try:
         with writing(holder):
-            holder.write_text(json.dumps(_own_facts()), encoding="utf-8")
+            since = f"{datetime.datetime.now().astimezone():%Y-%m-%d %H:%M:%S}"
+            own = f"process {os.getpid()} on {platform.node()} since {since}"
+            holder.write_text(own, encoding="utf-8")
         for path in folder.iterdir():
             if is_leftover(path) and path.name.startswith(tuple(f".{name}." for name in _ATOMIC)):
                 path.unlink(missing_ok=True)
@@ -108,20 +115,3 @@ def locked(folder: Path) -> Iterator[None]:
         if new:
             with contextlib.suppress(OSError):  # it is not empty
                 folder.rmdir()
-
-
-def _own_facts() -> dict[str, object]:
-    import datetime
-    import platform
-
-    now = datetime.datetime.now().astimezone()
-    return {"pid": os.getpid(), "host": platform.node(), "since": f"{now:%Y-%m-%d %H:%M:%S}"}
-
-
-def _describe(holder: Path) -> str:
-    """Return the process that wrote the file ``holder``, as words of a message."""
-    try:
-        facts = json.loads(holder.read_text(encoding="utf-8"))
-        return f"process {facts['pid']} on {facts['host']} since {facts['since']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it has not written it yet
-        return "another process"

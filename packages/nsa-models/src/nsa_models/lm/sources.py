@@ -15,9 +15,10 @@ from torch.utils.data import ConcatDataset, Dataset
 
 from nsa_core.errors import InvalidInput
 from nsa_core.util.extras import require_module
+from nsa_core.util.text import did_you_mean
 from nsa_models.lm.corpus import Corpus, Group
 from nsa_models.lm.fingerprint import Documents, Fingerprint, fingerprint_of_files
-from nsa_models.lm.text_files import CUT, LINES, named, text_files, visible_files
+from nsa_models.lm.text_files import CUT, LINES, named, text_files
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu:sample-10BT"
 # Bytes of a line of JSONL or characters of a document. Encoding a document takes many times that.
@@ -44,10 +45,16 @@ def open_corpus(data: str, field: str = "text", seed: int = 0) -> Corpus:
         from nsa_bench.python_docs import library_documents
 
         return Corpus(library_documents(), data, seed)
-    if data == "fineweb-edu" or data.startswith("hf:"):
+    if data == "fineweb-edu" or (data.startswith("hf:") and data != "hf:"):
         name = FINEWEB_EDU if data == "fineweb-edu" else data.removeprefix("hf:")
         return _open_hub(name, field, seed)
-    files = dict(text_files(Path(data), visible_files(Path(data))))
+    if not (data and Path(data).exists()):
+        names = ("python-docs", "fineweb-edu", "uniform", "recall")
+        raise InvalidInput(
+            f"--data {data or repr(data)}: no such file or folder{did_you_mean(data, names)}; give"
+            f" an existing path, {', '.join(names)} or hf:NAME"
+        )
+    files = text_files(Path(data))
     return _corpus_of(files, Path(data).name, field, seed, lambda: fingerprint_of_files(files))
 
 
@@ -59,16 +66,15 @@ def _corpus_of(
     fingerprint: Callable[[], Fingerprint],
 ) -> Corpus:
     """Return the documents of files; a parquet file may be a URL that fsspec opens."""
-    parts: list[_TextFile] = []
-    groups: list[Group] = []
-    for path in files.values():
-        kind = Path(path).suffix.lower()
-        if kind == ".parquet":
-            groups += _parquet_groups(path, field)
-        elif kind in LINES:
-            parts.append(_JsonLines(Path(path), field))
-        else:
-            parts.append(_TextFile(Path(path)))
+    kinds = {path: Path(path).suffix.lower() for path in files.values()}
+    # First, because a missing library should be named before all lines of other files are counted.
+    parquet = [path for path, kind in kinds.items() if kind == ".parquet"]
+    groups = [group for path in parquet for group in _parquet_groups(path, field)]
+    parts = [
+        _JsonLines(Path(path), field) if kind in LINES else _TextFile(Path(path))
+        for path, kind in kinds.items()
+        if kind != ".parquet"
+    ]
     documents: Documents = ConcatDataset(parts) if parts else []
     return Corpus(documents, name, seed, groups, fingerprint)
 

@@ -1,11 +1,11 @@
-"""The files of a corpus, and whether they can hold enough text; this imports no torch."""
+"""The files of a corpus, and the errors of reading them; this imports no torch."""
 
 from __future__ import annotations
 
 import codecs
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from nsa_core.errors import InvalidInput, NSAError
@@ -23,19 +23,26 @@ TOO_FEW = (
 )
 
 
-def visible_files(path: Path) -> dict[str, Path]:
-    """Return a file, or all files of a folder but hidden ones, by relative name.
+def text_files(path: Path) -> dict[str, Path]:
+    """Return the files of a path that can be read as text, JSONL or parquet, by relative name.
+
+    Args:
+        path: A file, or a folder, whose hidden files and folders are left out.
 
     Raises:
-        InvalidInput: There is no such file or folder, or the folder cannot be read.
+        InvalidInput: There is none, or a file or folder cannot be read.
     """
-    if path.is_file():
-        return {path.name: path}
-    if not path.exists():
+    files = {path.name: path} if path.is_file() else _visible_files(path)
+    texts = {name: file for name, file in files.items() if _is_supported(file)}
+    if not texts:
+        problem = "is not a UTF-8" if path.is_file() else "contains no"
         raise InvalidInput(
-            f"--data {path}: no such file or folder; give an existing path, python-docs,"
-            " fineweb-edu or hf:NAME"
+            f"--data {path} {problem} text, JSONL or parquet file; give a file or folder with text"
         )
+    return texts
+
+
+def _visible_files(path: Path) -> dict[str, Path]:
     if not path.is_dir():
         raise InvalidInput(
             f"--data {path} is neither a folder nor a regular file, so it cannot be reread"
@@ -47,37 +54,6 @@ def visible_files(path: Path) -> dict[str, Path]:
             visible = (Path(parent, name) for name in names if name[0] != ".")
             files |= {p.relative_to(path).as_posix(): p for p in visible if p.is_file()}
     return {name: files[name] for name in sorted(files)}
-
-
-def text_files(path: Path, files: Mapping[str, Path]) -> Iterator[tuple[str, Path]]:
-    """Yield those of the files of a path that can be read as text, JSONL or parquet.
-
-    Raises:
-        InvalidInput: There is none, or a file cannot be read.
-    """
-    texts = ((name, file) for name, file in files.items() if _is_supported(file))
-    if (first := next(texts, None)) is None:
-        problem = "is not a UTF-8" if path.is_file() else "contains no"
-        raise InvalidInput(
-            f"--data {path} {problem} text, JSONL or parquet file; give a file or folder with text"
-        )
-    yield first
-    yield from texts
-
-
-def check_files(path: Path) -> dict[str, Path]:
-    """Return the files of a path, of which one can be read, and which may hold two documents.
-
-    Raises:
-        InvalidInput: There is none, or the only one is a text that is too short.
-    """
-    files = visible_files(path)
-    next(text_files(path, files))
-    if path.is_file() and path.suffix.lower() not in (*LINES, ".parquet"):
-        size = path.stat().st_size
-        if size <= 2 * CUT:
-            raise InvalidInput(f"--data {path} {TOO_FEW[size > 0]}")
-    return files
 
 
 def _raise(error: OSError) -> None:
