@@ -105,7 +105,7 @@ MUTANTS = (
         "valid[..., 1:] &= blocks[..., 1:] != blocks[..., :-1]",
         "valid[..., 1:] &= blocks[..., 1:] != -1",
     ),
-    Mutant("sel drops dv", _SEL, "    _add(grads[2], chunk.block, dv)\n", ""),
+    Mutant("sel drops dv", _SEL, "            _add(dv, chunk.block, grads[2])\n", ""),
     # select
     Mutant(
         "select drops a local block",
