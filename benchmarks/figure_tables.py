@@ -250,7 +250,7 @@ def _part_ms(cell: Measurement | None, name: str) -> str:
 
 
 # Subject of a measurement -> its name in the table of NSA, dense attention and other libraries.
-KERNELS = {
+SUBJECTS = {
     "auto": "NSA, `auto`",
     "sdpa": "NSA, `sdpa`",
     "dense flash-attn 4": "dense, FlashAttention-4",
@@ -274,7 +274,7 @@ def backends(results: Results) -> str:
     lengths = [1024 * n for n in (2, 8, 16, 32, 64)]
     rows = [
         [shape, name, *(times.get((shape, subject, n), "-") for n in lengths)]
-        for shape, (subject, name) in itertools.product(BACKEND_SHAPES, KERNELS.items())
+        for shape, (subject, name) in itertools.product(BACKEND_SHAPES, SUBJECTS.items())
     ]
     rows = [row for row in rows if {*row[2:]} != {"-"}]
     return table(["heads", "kernels", *(tokens(n) for n in lengths)], rows)

@@ -79,9 +79,10 @@ class _Runs(NamedTuple):
 
 
 def _runs(q: Tensor, k_cmp: Tensor, call: SlotCall) -> _Runs | None:
-    """Return the runs of a call; None if no query sees a key: the library divides by their number.
+    """Return the runs of a call.
 
-    A batch passes the keys that its queries see. Packed documents pass all rows of k_cmp.
+    None if no query sees a key, because the library divides by the number of keys. A batch passes
+    the keys that its queries see. Packed documents pass all rows of k_cmp.
     """
     length, (rows, groups, _) = q.shape[-3], k_cmp.shape[-3:]
     geometry, first = call.geometry, call.first_query

@@ -86,9 +86,10 @@ def _chunks(q: Tensor, k: Tensor, blocks: Tensor, call: SlotCall) -> Iterator[Ch
 
 
 def _peak_chunks(numbers: range) -> Iterable[int]:
-    """Return the chunks of a dry run that reach its peak of memory: all allocate alike.
+    """Return two chunks from each end for a dry run, which reach its peak of memory.
 
-    They include one that begins while the results of another exist, and the last, shorter one.
+    The others allocate the same. The second begins while results of the first exist, and the last
+    one is shorter.
     """
     return dict.fromkeys([*numbers[:2], *numbers[-2:]])
 

@@ -24,10 +24,10 @@ class ParallelForward:
     """The forward of a layer whose sequence or heads are divided over several ranks.
 
     Attributes:
-        limit: what one rank cannot do alone, and what to do instead; the end of an error.
+        refusal: why one rank cannot do something alone, and what to do instead; follows "is not".
     """
 
-    limit: ClassVar[str]
+    refusal: ClassVar[str]
 
     def forward(
         self,
@@ -42,7 +42,7 @@ class ParallelForward:
 
     def refuse(self, action: str) -> NoReturn:
         """Raise Unsupported for something that one rank cannot do alone."""
-        raise Unsupported(f"{action} is not {self.limit}")
+        raise Unsupported(f"{action} is not {self.refusal}")
 
 
 class NSAttention(NSAProjections):

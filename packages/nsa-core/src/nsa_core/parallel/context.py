@@ -155,7 +155,7 @@ class DividedSequence(ParallelForward):
         share: the config of the plan: in mode heads with the heads of one rank, else the layer's.
     """
 
-    limit: ClassVar[str] = (
+    refusal: ClassVar[str] = (
         "context parallel: this layer holds a part of the sequence, by ContextParallel; load the"
         " parameters into a model without the style"
     )

@@ -192,7 +192,7 @@ class DividedHeads(ParallelForward):
         inputs: the part of the layer before the core.
     """
 
-    limit: ClassVar[str] = (
+    refusal: ClassVar[str] = (
         "head parallel: this layer holds some of the heads, by HeadParallel; load"
         " whole_parameters() into a model without the style"
     )

@@ -99,8 +99,9 @@ def core(
 ) -> tuple[torch.Tensor, Branches]:
     """Run the five slots as one operator.
 
-    The arguments and the errors are those of :func:`nsa_core.torch_ops.core_node.run_core`, with
-    the constants of its plan. ``causal``: the causal kernel of sel replaces select and sel.
+    ``constants`` are those of the plan; other arguments and errors are as in
+    :func:`nsa_core.torch_ops.core_node.run_core`. ``causal``: the causal kernel of sel replaces
+    select and sel.
 
     Returns:
         o, and the results of the branches with the blocks that were used; None if ``causal``.
