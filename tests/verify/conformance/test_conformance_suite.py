@@ -110,6 +110,15 @@ def test_faulty_kernel_fails_accepted_requests(make_suite, fault: str) -> None:
         make_suite("faulty-" + fault, {module: change}).test_verify(line(WIN))
 
 
+def test_wrong_gradient_of_a_deterministic_kernel_is_found(make_suite) -> None:
+    """Drawn cases do not require deterministic kernels."""
+    old, new = "dq.contiguous(), dk.contiguous()", "dq.contiguous(), dk * (1 + 0.05 * {0})"
+    faulty = make_suite("deterministic", {"win": (old, new.format("call.deterministic"))})
+    faulty.test_verify(line(WIN))
+    with pytest.raises(FAILURES, match="run to run, S=2w:\n  win dk: row"):
+        faulty.test_verify(job("run to run", "S=2w"))
+
+
 STEP_FAULTS = {
     "step-window-one-too-wide": (
         "distance < call.geometry.window_size",
