@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
+import re
 import types
 
 import killers
@@ -20,6 +21,7 @@ from nsa_core.dtypes import dtype_name
 from nsa_core.plan.registry import Registry, default_registry
 from nsa_verify.conformance import BackendConformance
 from nsa_verify.conformance.points import points_of
+from nsa_verify.drawn.jobs import OnDrawn
 from nsa_verify.drawn.parser import parse
 from nsa_verify.isolation.call_guard import guarded_calls
 from nsa_verify.run import suite
@@ -117,6 +119,21 @@ def test_wrong_gradient_of_a_deterministic_kernel_is_found(make_suite) -> None:
     faulty.test_verify(line(WIN))
     with pytest.raises(FAILURES, match="run to run, S=2w:\n  win dk: row"):
         faulty.test_verify(job("run to run", "S=2w"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "width"), [("win", 65), ("win", 96), ("win", 320), ("decode", 320)]
+)
+def test_kernel_that_is_wrong_for_a_width_fails(make_suite, kind: str, width: int) -> None:
+    """Only edges have these widths."""
+    wrong = f"call.scale * (1 + 0.05 * (q.shape[-1] == {width}))"
+    faulty = make_suite(f"width-{kind}-{width}", {kind: ("call.scale", wrong)})
+    jobs = suite.jobs("quick", [torch.float32], text=None)
+    drawn = [job for job in jobs if isinstance(job.check, OnDrawn)]
+    start = re.compile(f"{kind} .*dk={width} dv={width} ")
+    (edge,) = [job for job in drawn if start.match(str(job.check.drawn))]
+    with pytest.raises(FAILURES, match="edge"):
+        faulty.test_verify(edge)
 
 
 STEP_FAULTS = {
