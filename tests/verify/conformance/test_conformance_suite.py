@@ -10,6 +10,7 @@ import dataclasses
 import pathlib
 import re
 import types
+from collections.abc import Sequence
 
 import killers
 import pytest
@@ -360,11 +361,12 @@ def test_wrong_decode_workspace_is_found(make_suite, name, size, match) -> None:
         stating.test_decode_workspace("win")
 
 
-PEAKS = {"backward": 4487346, "step": 963356, "compress": 77952}  # bytes of the toys
+PEAKS = {"backward": 4487346, "step": 481756, "compress": 77952, "gates": 3072}  # bytes of the toys
 FUSED = {
     "backward": "fused_toy:backward",
     "step": "toy_forms:step",
     "compress": "toy_forms:compress",
+    "gates": "toy_forms:gates",
 }
 
 
@@ -373,18 +375,34 @@ FUSED = {
     ("factor", "match"), [(1, None), (0, "expected .* because a run allocates")]
 )
 def test_wrong_workspace_of_a_fused_form_is_found(form, factor, match, monkeypatch) -> None:
-    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[1] / "checks"))
     FUNCTIONS.fused_size = lambda request: factor * PEAKS[form]
+    suite_ = with_fused_form(form, SLOTS, monkeypatch)
+    found = pytest.raises(pytest.fail.Exception, match=match) if match else contextlib.nullcontext()
+    with guarded_calls(), found:
+        suite_.test_fused_workspace(form)
+
+
+def with_fused_form(form: str, slots: Sequence[str], monkeypatch) -> BackendConformance:
+    """Return the suite of a backend with ``slots`` of sdpa, and a fused form."""
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[1] / "checks"))
+    sdpa = default_registry().get("sdpa").spec
     spec = dataclasses.replace(
-        default_registry().get("sdpa").spec,
+        sdpa,
         name="fused",
+        slots={slot: sdpa.slots[slot] for slot in slots},
         fused={form: FUSED[form]},
         fused_workspace={form: f"{FUNCTIONS.__name__}:fused_size"},
     )
-    suite_ = type("Suite", (BackendConformance,), {"registry": Registry().with_backend(spec)})()
+    registry = Registry().with_backend(sdpa).with_backend(spec)
+    suite_ = type("Suite", (BackendConformance,), {"registry": registry})()
     suite_.backend, suite_._device = "fused", "cpu"
-    found = pytest.raises(pytest.fail.Exception, match=match) if match else contextlib.nullcontext()
-    with guarded_calls(), found:
+    return suite_
+
+
+@pytest.mark.parametrize("form", FUSED)
+def test_workspace_of_a_fused_form_that_is_not_called_is_skipped(form, monkeypatch) -> None:
+    suite_ = with_fused_form(form, ("win",), monkeypatch)
+    with guarded_calls(), pytest.raises(pytest.skip.Exception, match="calls no fused"):
         suite_.test_fused_workspace(form)
 
 
