@@ -213,6 +213,6 @@ def run_to_run(subject: CaseUnderTest) -> Iterator[Finding]:
             yield subject.not_deterministic(plan, not_declared[0], of="core")
             continue
         run, do = _run(subject, plan), masked_do(subject.case, subject.data.do)
-        yield from subject.equal_runs("core", [run.gradients(do) for _ in range(3)])
         if required:
             yield from _judged(subject, run, do)
+        yield from subject.equal_runs("core", [run.gradients(do) for _ in range(3)])
