@@ -158,6 +158,19 @@ def test_a_backward_that_differs_from_run_to_run_is_found() -> None:
     assert {finding.quantity for finding in findings if finding.ok is False} == {"dq"}
 
 
+def test_a_wrong_gradient_of_a_deterministic_backward_is_found(monkeypatch) -> None:
+    right = fused_toy.win.backward
+
+    def wrong(*tensors: Any, call: Any) -> Any:
+        dq, dk, dv = right(*tensors, call=call)
+        return dq, dk * (1 + 0.05 * call.deterministic), dv
+
+    monkeypatch.setattr(fused_toy.win, "backward", wrong)
+    for check, expected in ((core_gradients, set()), (run_to_run, {"dk_win"})):
+        findings = check(COMBINATION, CASES["dense"], torch.float32)
+        assert {finding.quantity for finding in findings if finding.ok is False} == expected
+
+
 @pytest.mark.few_cases
 @pytest.mark.parametrize("check", [finite_poison, nan_storage, run_to_run])
 @pytest.mark.parametrize("case", ["dense", "packed"])

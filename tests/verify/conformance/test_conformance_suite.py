@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
+import re
 import types
+from collections.abc import Sequence
 
 import killers
 import pytest
@@ -20,6 +22,7 @@ from nsa_core.dtypes import dtype_name
 from nsa_core.plan.registry import Registry, default_registry
 from nsa_verify.conformance import BackendConformance
 from nsa_verify.conformance.points import points_of
+from nsa_verify.drawn.jobs import OnDrawn
 from nsa_verify.drawn.parser import parse
 from nsa_verify.isolation.call_guard import guarded_calls
 from nsa_verify.run import suite
@@ -108,6 +111,30 @@ def test_faulty_kernel_fails_accepted_requests(make_suite, fault: str) -> None:
     module, *change = FAULTS[fault]
     with pytest.raises(FAILURES, match="generated win, given line:\n  win "):
         make_suite("faulty-" + fault, {module: change}).test_verify(line(WIN))
+
+
+def test_wrong_gradient_of_a_deterministic_kernel_is_found(make_suite) -> None:
+    """Drawn cases do not require deterministic kernels."""
+    old, new = "dq.contiguous(), dk.contiguous()", "dq.contiguous(), dk * (1 + 0.05 * {0})"
+    faulty = make_suite("deterministic", {"win": (old, new.format("call.deterministic"))})
+    faulty.test_verify(line(WIN))
+    with pytest.raises(FAILURES, match="run to run, S=2w:\n  win dk: row"):
+        faulty.test_verify(job("run to run", "S=2w"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "width"), [("win", 65), ("win", 96), ("win", 320), ("decode", 320)]
+)
+def test_kernel_that_is_wrong_for_a_width_fails(make_suite, kind: str, width: int) -> None:
+    """Only edges have these widths."""
+    wrong = f"call.scale * (1 + 0.05 * (q.shape[-1] == {width}))"
+    faulty = make_suite(f"width-{kind}-{width}", {kind: ("call.scale", wrong)})
+    jobs = suite.jobs("quick", [torch.float32], text=None)
+    drawn = [job for job in jobs if isinstance(job.check, OnDrawn)]
+    start = re.compile(f"{kind} .*dk={width} dv={width} ")
+    (edge,) = [job for job in drawn if start.match(str(job.check.drawn))]
+    with pytest.raises(FAILURES, match="edge"):
+        faulty.test_verify(edge)
 
 
 STEP_FAULTS = {
@@ -334,11 +361,12 @@ def test_wrong_decode_workspace_is_found(make_suite, name, size, match) -> None:
         stating.test_decode_workspace("win")
 
 
-PEAKS = {"backward": 4487346, "step": 963356, "compress": 77952}  # bytes of the toys
+PEAKS = {"backward": 4487346, "step": 481756, "compress": 77952, "gates": 3072}  # bytes of the toys
 FUSED = {
     "backward": "fused_toy:backward",
     "step": "toy_forms:step",
     "compress": "toy_forms:compress",
+    "gates": "toy_forms:gates",
 }
 
 
@@ -347,18 +375,34 @@ FUSED = {
     ("factor", "match"), [(1, None), (0, "expected .* because a run allocates")]
 )
 def test_wrong_workspace_of_a_fused_form_is_found(form, factor, match, monkeypatch) -> None:
-    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[1] / "checks"))
     FUNCTIONS.fused_size = lambda request: factor * PEAKS[form]
+    suite_ = with_fused_form(form, SLOTS, monkeypatch)
+    found = pytest.raises(pytest.fail.Exception, match=match) if match else contextlib.nullcontext()
+    with guarded_calls(), found:
+        suite_.test_fused_workspace(form)
+
+
+def with_fused_form(form: str, slots: Sequence[str], monkeypatch) -> BackendConformance:
+    """Return the suite of a backend with ``slots`` of sdpa, and a fused form."""
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[1] / "checks"))
+    sdpa = default_registry().get("sdpa").spec
     spec = dataclasses.replace(
-        default_registry().get("sdpa").spec,
+        sdpa,
         name="fused",
+        slots={slot: sdpa.slots[slot] for slot in slots},
         fused={form: FUSED[form]},
         fused_workspace={form: f"{FUNCTIONS.__name__}:fused_size"},
     )
-    suite_ = type("Suite", (BackendConformance,), {"registry": Registry().with_backend(spec)})()
+    registry = Registry().with_backend(sdpa).with_backend(spec)
+    suite_ = type("Suite", (BackendConformance,), {"registry": registry})()
     suite_.backend, suite_._device = "fused", "cpu"
-    found = pytest.raises(pytest.fail.Exception, match=match) if match else contextlib.nullcontext()
-    with guarded_calls(), found:
+    return suite_
+
+
+@pytest.mark.parametrize("form", FUSED)
+def test_workspace_of_a_fused_form_that_is_not_called_is_skipped(form, monkeypatch) -> None:
+    suite_ = with_fused_form(form, ("win",), monkeypatch)
+    with guarded_calls(), pytest.raises(pytest.skip.Exception, match="calls no fused"):
         suite_.test_fused_workspace(form)
 
 

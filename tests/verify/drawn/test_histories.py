@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import killers
 import pytest
 import torch
 
-from cache_faults import FAULTS
+from cache_faults import FAULTS, CacheFault
+from nsa_core.cache import step
 from nsa_verify.drawn import jobs as drawn_jobs
+from nsa_verify.drawn.caches import replay
 from nsa_verify.drawn.caches.history import History, Operation
 from nsa_verify.drawn.caches.model import Model
 from nsa_verify.drawn.draw import DESIGNS, draw
@@ -77,6 +81,33 @@ def test_long_chunks_of_single_sequences_come_in_turn():
 def test_healthy_cache_passes_in_low_precision():
     for history in histories(3, 8):
         assert not failures(history.replace(dtype="bfloat16"))
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [("bfloat16", 1.01), ("float32", 1 + 1e-6)])
+def test_wrong_head_of_one_branch_is_found(dtype, factor, monkeypatch):
+    """After the output projection, one head of one branch would be a small part of each number."""
+    record = replay.recorded
+
+    def planted(plan, calls):
+        def win(*tensors, **options):
+            o, lse = plan.win(*tensors, **options)
+            return torch.cat([o[..., :1, :] * factor, o[..., 1:, :]], -2), lse
+
+        return record(dataclasses.replace(plan, win=win), calls)
+
+    line = f"cache dtype={dtype} h=3 groups=2 batch=2 max_len=64 step=61,40"
+    assert not failures(parse(line))
+    monkeypatch.setattr(replay, "recorded", planted)
+    assert [failure.quantity for failure in failures(parse(line))] == ["o of a step"]
+
+
+def test_output_of_another_sequence_is_found():
+    """The rows of the output projection are compared with those that the layer returns."""
+    change = ("index_copy(0, sequences, y)", "index_copy(0, sequences.flip(0), y)")
+    line = parse("cache dtype=float64 batch=3 step=5,0,5")
+    assert not failures(line)
+    with CacheFault("", step, "prefill", *change).planted():
+        assert [failure.quantity for failure in failures(line)] == ["y"]
 
 
 @pytest.mark.slow

@@ -201,7 +201,8 @@ def run_to_run(subject: CaseUnderTest) -> Iterator[Finding]:
     """Check that a fused backward gives equal bits three times.
 
     This holds if every slot is declared deterministic, and under ``deterministic=True``. The runs
-    share their forward: a backward that changes what the forward saved fails.
+    share their forward: a backward that changes what the forward saved fails. The plan with
+    ``deterministic=True`` may run another kernel, so its gradients are judged, too.
     """
     for required in (False, True):
         plan = subject.plan(deterministic=required)
@@ -212,4 +213,6 @@ def run_to_run(subject: CaseUnderTest) -> Iterator[Finding]:
             yield subject.not_deterministic(plan, not_declared[0], of="core")
             continue
         run, do = _run(subject, plan), masked_do(subject.case, subject.data.do)
+        if required:
+            yield from _judged(subject, run, do)
         yield from subject.equal_runs("core", [run.gradients(do) for _ in range(3)])

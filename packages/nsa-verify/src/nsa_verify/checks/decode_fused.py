@@ -100,17 +100,15 @@ def judge_composed(
     o: torch.Tensor,  # [N, Hq, Dv]
     blocks: torch.Tensor,  # [N, G, n]
     exchanges: int,
-    out: torch.Tensor | None = None,
 ) -> Iterator[Finding]:
     """Judge the gated sum and the blocks of the new tokens of a step.
 
     Args:
         findings: Makes the findings.
         p: The sequences.
-        o: The gated sum; with ``out`` its product with these weights, [N, dim].
+        o: The gated sum.
         blocks: The selected blocks.
         exchanges: As in :func:`nsa_verify.judge.selection.judge_selection`.
-        out: Weights of an output projection [dim, Hq * Dv].
     """
     dtype, config = findings.dtype, findings.case.config
     t, selected, sizes = p.tensors, p.scatter(blocks), (config.geometry, config.softmax_scale)
@@ -151,20 +149,10 @@ def judge_composed(
 
     rounded = golden if dtype == torch.float64 else reference("rounded")[0]
     magnitude, score_noise = reference("magnitude")
-    golden, rounded, magnitude = (x[p.rows] for x in (golden, rounded, magnitude))
-    if out is not None:
-        weight = out.cpu().double()
-        golden, rounded = (x.flatten(-2).double() @ weight.T for x in (golden, rounded))
-        rounded = rounded if dtype == torch.float64 else rounded.to(dtype)
-        magnitude = magnitude.flatten(-2) @ weight.T.abs()
-        if score_noise is not None:
-            score_noise = score_noise.expand(-1, -1, config.v_dim).flatten(-2) @ weight.T.abs()
-        o, golden, rounded, magnitude = (x[:, None] for x in (o, golden, rounded, magnitude))
-        score_noise = None if score_noise is None else score_noise[:, None]
-    actual, golden, rounded, magnitude = map(heads_first, (o, golden, rounded, magnitude))
+    golden, rounded, magnitude = (heads_first(x[p.rows]) for x in (golden, rounded, magnitude))
     score_noise = None if score_noise is None else heads_first(score_noise)
-    verdict = judge(actual, golden, rounded, magnitude, dtype, score_noise=score_noise)
-    yield from findings.judged("", {"o" if out is None else "y": verdict})
+    verdict = judge(heads_first(o), golden, rounded, magnitude, dtype, score_noise=score_noise)
+    yield from findings.judged("", {"o": verdict})
 
 
 def append_parity(

@@ -180,7 +180,7 @@ def workspace_faults(
 ) -> Iterator[str]:
     """Check that a stated workspace is within a factor of two of what ``run`` allocates.
 
-    ``before`` is the number of bytes beside them that it counts.
+    ``before``: bytes that exist before ``run`` and that the stated workspace includes.
     """
     run()  # libraries keep buffers from their first call on
     with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profile:

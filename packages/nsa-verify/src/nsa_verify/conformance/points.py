@@ -9,7 +9,7 @@ from typing import Any
 from nsa_core.contract import DTYPES, Request
 from nsa_core.plan.candidates import request_of
 from nsa_verify.drawn.draw import draw
-from nsa_verify.drawn.jobs import case_edges
+from nsa_verify.drawn.jobs import case_edges, step_edges
 from nsa_verify.problems.cases import Case, config_of
 from nsa_verify.problems.steps import Step, step_of
 
@@ -38,7 +38,10 @@ class Point:
         needs_grad: bool = False,
         sized: bool = True,
     ) -> Request:
-        """Return the request that a plan makes for ``slot``; ``sized``: for these lengths."""
+        """Return the request that a plan makes for ``slot``.
+
+        With ``sized``, it states batch and seq_len.
+        """
         case, step, fields = self.case, self.step, dict[str, Any]()
         if step is None:
             sizes = (1 if case.packed else case.batch, case.tokens)
@@ -68,14 +71,14 @@ MANY_SEQUENCES = Point(_MANY.case, step=_MANY)
 
 @functools.cache
 def points_of(slot: str) -> tuple[Point, ...]:
-    """Return the drawn cases of ``slot``, and the drawn decode steps, of the quick preset.
+    """Return the cases of ``slot``, and the decode steps, of the quick preset.
 
     Every second one requires deterministic kernels.
     """
     cases = (*draw(slot, "quick", DTYPES), *case_edges(slot))
-    steps = ((x, x.step()) for x in draw("decode", "quick", DTYPES))
+    steps = (*draw("decode", "quick", DTYPES), *step_edges())
     points = [(x.case(str(x)), x.dtype, None) for x in cases]
-    points += [(step.case, x.dtype, step) for x, step in steps]
+    points += [(step.case, x.dtype, step) for x in steps for step in [x.step()]]
     return tuple(
         Point(case, dtype, number % 2 == 1, step)
         for number, (case, dtype, step) in enumerate(points)

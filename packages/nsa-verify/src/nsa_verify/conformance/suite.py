@@ -201,7 +201,7 @@ class BackendConformance:
         assert entry.spec is not None  # _entry skips or fails otherwise
         offered = [*entry.spec.slots]
         own: list[Finding] = []
-        # A slot that refuses the job must not keep the others from it.
+        # If one slot refuses the job, run it for each slot alone.
         for slots in (offered, *([slot] for slot in offered if len(offered) > 1)):
             combination = Combination(dict.fromkeys(slots, entry.name), self._device, self.registry)
             # Ignore slots that other backends fill. A finding without a slot concerns all slots.

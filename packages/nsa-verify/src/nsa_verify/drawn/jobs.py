@@ -23,11 +23,16 @@ from nsa_verify.problems.cases import Case
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import Finding
 
-# Calls of a slot that are seldom drawn: without a token, a sequence, a document or a query, and
-# with inputs whose last axis is strided.
-_STRIDED = "tokens=61 batch=2 layout=strided do_layout=strided"
-_CASE_EDGES = ("tokens=0", "batch=0", "documents=0,0", "documents=61", _STRIDED)
+# Calls of a slot that are seldom drawn: without a token, a sequence, a document or a query, with
+# inputs whose last axis is strided, and with wide heads or odd ones.
+_EDGE_SIZES = "l=8 d=4 block=16 n=3 w=24 h=2 groups=2"
+_CASE_EDGES = (
+    *("tokens=0", "batch=0", "documents=0,0", "documents=61"),
+    "tokens=61 batch=2 layout=strided do_layout=strided",
+    *(f"tokens=21 dk={width} dv={width}" for width in (65, 96, 320)),
+)
 _PARTIAL_EDGES = ("tokens=5 first_query=3 queries=0", "documents=3,5 first_query=3 queries=0")
+_STEP_EDGES = ("lengths=21,40 new=1,1 dk=320 dv=320",)
 # Edges of pages that random histories seldom reach.
 PAGE_EDGES = (
     # Two sequences share a page that the first token of their next compression block is in.
@@ -87,9 +92,13 @@ def _failed_slots(findings: list[Finding]) -> set[str]:
 
 def case_edges(slot: str, dtype: str = "float32") -> list[Drawn]:
     """Return the calls of ``slot`` that are seldom drawn; combine takes whole sequences."""
-    sizes = f"{slot} dtype={dtype} l=8 d=4 block=16 n=3 w=24 h=2 groups=2"
     edges = _CASE_EDGES + (_PARTIAL_EDGES if slot != "combine" else ())
-    return [parse(f"{sizes} {edge}") for edge in edges]
+    return [parse(f"{slot} dtype={dtype} {_EDGE_SIZES} {edge}") for edge in edges]
+
+
+def step_edges(dtype: str = "float32") -> list[Any]:
+    """Return the decode steps that are not drawn."""
+    return [parse(f"decode dtype={dtype} {_EDGE_SIZES} {edge}") for edge in _STEP_EDGES]
 
 
 def case_jobs(
@@ -132,9 +141,11 @@ def step_jobs(
         for history in draw(kind, preset, names, seed=seed)
     ]
     edges = [parse(line) for line in PAGE_EDGES + POOL_EDGES] if histories else []
+    wide = step_edges(names[0]) if histories else []
     jobs = []
     for label, seconds, drawn in (
         ("generated", ShrinkBudget().seconds, steps),
+        ("step edge", ShrinkBudget().seconds, wide),
         ("history of a page edge", _HISTORY_SECONDS, edges),
         ("history", _HISTORY_SECONDS, histories),
     ):

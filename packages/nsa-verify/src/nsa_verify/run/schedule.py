@@ -54,7 +54,7 @@ _MILLISECONDS = {
     "parity": (80, 0.85),
     "any blocks": (30, 4.9),
     "ties": (19, 4.6),
-    "run to run": (75, 1.5),
+    "run to run": (115, 2.4),
     "nan storage": (36, 8.7),
     "coverage": (35, 5.9),
     "core gradients": (23, 6.5),

@@ -11,6 +11,7 @@ from nsa_verify.drawn.caches.contents import Fault, owned, read_rows
 from nsa_verify.drawn.caches.history import LayerHistory
 from nsa_verify.drawn.caches.replay import Called, Done, Replay
 from nsa_verify.drawn.case import EXCHANGES
+from nsa_verify.problems.findings import bits
 from nsa_verify.problems.step_data import PackedStep
 
 # (branch, "k" or "v", rows, sequence) -> rows of keys or values [len(rows), G, D] on the CPU
@@ -23,7 +24,6 @@ def result_faults(
     new: Sequence[int],
     results: dict[str, torch.Tensor],
     read: Read,
-    out: torch.Tensor | None = None,
 ) -> Iterator[Fault]:
     """Judge the blocks and the output of a step, given the keys and values that it saw.
 
@@ -33,7 +33,6 @@ def result_faults(
         new: New tokens of each sequence.
         results: q, gates, blocks and o of the new tokens [N, ...], one sequence after the other.
         read: Returns the rows that a sequence sees.
-        out: The weights of the output projection, if o is its result.
     """
     config, tensors = history.config, dict[str, torch.Tensor]()
     p = PackedStep(tensors, lengths, new)
@@ -53,7 +52,7 @@ def result_faults(
             tensors[f"{kind}_{name}"] = torch.cat(parts)
     q, gates, blocks, o = (results[name].cpu() for name in ("q", "gates", "blocks", "o"))
     tensors |= {"q": p.scatter(q), "gates": p.scatter(gates)}
-    for finding in judge_composed(history.findings, p, o, blocks, EXCHANGES, out):
+    for finding in judge_composed(history.findings, p, o, blocks, EXCHANGES):
         if finding.ok is False:
             yield Fault(finding.slot, f"{finding.quantity} of a step", finding.detail)
 
@@ -61,8 +60,8 @@ def result_faults(
 def judge_output(replay: Replay, done: Done) -> Iterator[Fault]:
     """Yield the faults of a step of a cache: of its positions, its blocks and its output.
 
-    The keys and values are those that the cache holds, in which :func:`content_faults` finds wrong
-    ones. Those of win, of which the ring holds the newest, and the queries are those of a prefill.
+    Keys and values of cmp and sel come from the cache; :func:`content_faults` checks them. The ring
+    of win has lost older rows, so its rows, and the queries, come from a prefill.
     """
     new, reached = done.operation.values, list(done.before)
     blocks: list[list[torch.Tensor]] = [[] for _ in new]
@@ -79,6 +78,12 @@ def judge_output(replay: Replay, done: Done) -> Iterator[Fault]:
         return
     if not any(new):
         return
+    o, y = (torch.cat(pieces, 1) for pieces in zip(*done.projected))
+    # A prefill may project the sequences with new tokens alone.
+    active = range(len(new)) if len(o) == len(new) else [b for b, count in enumerate(new) if count]
+    o, y = (torch.cat([x[i, : new[b]] for i, b in enumerate(active)]) for x in (o, y))
+    if not torch.equal(bits(y), bits(torch.cat([done.y[b, :n] for b, n in enumerate(new)]))):
+        yield Fault("", "y", "it differs from the rows of the output projection")
     rows = [replay.rows.of(sequence.tokens) for sequence in done.model.sequences]
 
     def read(name: str, kind: str, visible: range, b: int) -> torch.Tensor:
@@ -94,10 +99,9 @@ def judge_output(replay: Replay, done: Done) -> Iterator[Fault]:
         "q": newest("q"),
         "gates": newest("gates"),
         "blocks": torch.cat([part for parts in blocks for part in parts]),
-        "o": torch.cat([done.y[b, :count] for b, count in enumerate(new)]),
+        "o": o.unflatten(-1, (replay.history.config.n_heads, -1)),
     }
-    weight = replay.attn.out.weight
-    yield from result_faults(replay.history, reached, new, results, read, weight)
+    yield from result_faults(replay.history, reached, new, results, read)
 
 
 def _spans(
@@ -105,8 +109,8 @@ def _spans(
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield (sequence, row, first token, token behind the last) of the rows of a call of select.
 
-    A long chunk of one sequence does not name it. Sequences come in turn, so it is the next one
-    after ``last``, that of the call before, that ends where the call begins.
+    The call of a long chunk does not say which sequence it belongs to. Sequences come in turn, so
+    it is the next one after ``last``, that of the call before, that ends where the call begins.
     """
     rows, lengths = called.q.shape[:2], done.model.lengths
     if called.call is not None:

@@ -49,6 +49,7 @@ class Done:
         model: The sequences after it.
         y: The layer's output [B, rows, dim].
         calls: The calls that selected blocks.
+        projected: Input and output of each call of the output projection, [b, rows, width].
     """
 
     operation: Operation
@@ -56,6 +57,7 @@ class Done:
     model: Model
     y: torch.Tensor
     calls: list[Called]
+    projected: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Interrupted(Exception):
@@ -139,6 +141,10 @@ class Replay:
             recorded(plans.prefill, self._calls),
             None if plans.partial is None else recorded(plans.partial, self._calls),
         )
+        self._projected: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.attn.out.register_forward_hook(
+            lambda _, inputs, y: self._projected.append((*inputs, y))
+        )
         self.cache: NSACache = self.attn.new_cache(
             history.batch,
             history.max_len,
@@ -202,6 +208,7 @@ class Replay:
             return
         before, must_refuse = model.lengths, model.refused(operation)
         self._calls.clear()
+        self._projected.clear()
         try:
             y = self.prepared(operation)() if run is None else run(operation)
         except Interrupted as interrupted:
@@ -241,7 +248,8 @@ class Replay:
         for b, new in enumerate(operation.values):
             if bool((y[b, new:] != 0).any()):
                 yield Fault("", "y of padding", f"not 0 in sequence {b}")
-        yield from judge(self, Done(operation, before, self.model, y, list(self._calls)))
+        calls, projected = list(self._calls), list(self._projected)
+        yield from judge(self, Done(operation, before, self.model, y, calls, projected))
 
     def prepared(
         self, operation: Operation, new: torch.Tensor | None = None
