@@ -317,9 +317,9 @@ def test_tasks_print_their_best_loss_or_accuracy(nsa, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr("torch.nn.Module.to", lambda *_: pytest.fail("a model was built"))
             done = nsa(*command, "--checkpoint", run)
-        message = f"nsa: {run} was trained on a task, which has no tokenizer; give a"
+        message = f"nsa: --checkpoint: {run} was trained on a task, which has no tokenizer; give a"
         assert (done.code, done.err.startswith(message)) == (2, True)
-    with pytest.raises(InvalidInput, match="was trained on a task, which has no tokenizer"):
+    with pytest.raises(InvalidInput, match=f"^checkpoint: {run} was trained on a task"):
         open_subject(run)
 
 
