@@ -219,18 +219,19 @@ def _check_tokens(
         key=lambda c: c.num_selected_blocks * c.select_block_size,
     )
     blocks, size = config.num_selected_blocks, config.select_block_size
-    if len(tokens) <= blocks * size:
+    selected = blocks * size
+    if len(tokens) <= selected:
         total = len(tokens) if total_tokens is None else total_tokens
         reason = (
             f"each query selects {blocks} blocks of {size} tokens, so fewer tokens leave no choice"
         )
-        if total > blocks * size:
+        if total > selected:
             raise InvalidInput(
-                f"max_tokens must be more than {blocks * size:,}, got {len(tokens):,}: {reason};"
+                f"max_tokens must be more than {selected:,}, got {len(tokens):,}: {reason};"
                 f" the text has {total:,} tokens"
             )
         raise InvalidInput(
-            f"the text must have more than {blocks * size:,} tokens, got {total:,}: {reason}; give"
+            f"the text must have more than {selected:,} tokens, got {total:,}: {reason}; give"
             " more text"
         )
     if isinstance(model, LanguageModel) and int(tokens.max()) >= model.config.vocab_size:
