@@ -79,9 +79,10 @@ def _write_model(folder: Path, config: LMConfig) -> None:
     ("arguments", "message"),
     [
         (("--layer", "2"), "--layer must be 0 to 1, got 2"),
-        (("--max-tokens", "64"), "more than 64 tokens, got 64: each query selects 4 blocks of"),
+        (("--max-tokens", "64"), "nsa: --max-tokens must be more than 64, got 64: each query"),
+        (("--max-tokens", "9", "--text", "short"), "text must have more than 64 tokens, got 61"),
         (("--checkpoint", "mixed", "--layer", "0"), "--layer must be 1, a layer with NSA, got 0"),
-        (("--checkpoint", "mixed", "--max-tokens", "9"), "; --max-tokens must be larger, as the"),
+        (("--checkpoint", "mixed", "--max-tokens", "9"), "16 tokens, so fewer tokens leave no"),
         (("--checkpoint", "notes.txt"), "notes.txt is a file: give the folder of a model"),
         (("--checkpoint", "x", "--seed", "1"), "--seed sets untrained weights"),
         (("--dtype", "float32,float16"), "--dtype must be one dtype, got float32, float16"),
@@ -94,6 +95,7 @@ def _write_model(folder: Path, config: LMConfig) -> None:
 )
 def test_unusable_arguments_are_refused_by_one_message(nsa, text, tmp_path, arguments, message):
     (tmp_path / "empty").write_text("\n")
+    (tmp_path / "short").write_text("x" * 60)
     if "mixed" in arguments:
         _write_model(tmp_path / "mixed", size("tiny", nsa_layers=(1,)))
     values = {"--text": text, "--out": "picture", "--device": "cpu"}

@@ -231,6 +231,30 @@ def test_fields_of_nsa_must_be_a_dict():
         nsa_model(nsa="window_size")
 
 
+def test_a_wrong_field_is_blamed_on_the_argument_or_on_the_model(tmp_path):
+    dense = dense_model()
+    dense.save_pretrained(tmp_path / "dense")
+    calls = (
+        lambda nsa: hf.convert(dense, nsa),
+        lambda nsa: hf.convert_checkpoint(tmp_path / "dense", tmp_path / "nsa", nsa),
+    )
+    for call in calls:
+        for nsa, message in (
+            ({"windo": 3}, "NSAConfig has no field 'windo'"),
+            ({"window_size": 0}, "window_size must be an integer >= 1, got 0"),
+            ({"window_size": 2**20 + 1}, "window_size must be <= 1,048,576"),
+            ({"head_dim": 8}, "head_dim must not be set"),
+        ):
+            with pytest.raises(InvalidInput, match=f"^nsa: {message}"):
+                call(nsa)
+    dense.config.attention_dropout = 0.1
+    change_config(tmp_path / "dense", nsa={"window_size": 0})
+    messages = ("^NSA cannot express", "^.*/config.json: window_size must")
+    for call, message in zip(calls, messages):
+        with pytest.raises(InvalidInput, match=message):
+            call({"windo": 3})
+
+
 def test_models_of_other_kinds_are_refused():
     adapters = get_peft_model(dense_model(), LoraConfig(target_modules=["q_proj"], r=2))
     other = AutoModelForCausalLM.from_config(

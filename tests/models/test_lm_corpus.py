@@ -89,7 +89,7 @@ def test_a_folder_gives_its_visible_text_files(tmp_path):
     texts = ["", "", "", "\ud800", "five", "four", "one", "six", "three", "two"]
     texts += ["x" * 8191 + "é", "y" * 8192 + "\ufffd"]
     assert sorted(epoch(tmp_path)) == sorted(texts)
-    assert open_corpus(str(tmp_path)).name == tmp_path.name
+    assert open_corpus(str(tmp_path)).name == f"--data {tmp_path}"
 
 
 @pytest.mark.parametrize("kind", ["list", "files", "few groups", "many groups", "files and groups"])
@@ -282,6 +282,7 @@ def test_the_library_opens_local_data_sets(tmp_path, monkeypatch):
         assert sorted(documents) == sorted(texts)
         assert list(corpus.epoch(0, 6)) == documents[6:]
         assert (len(corpus._groups) == 1) == from_table
+        assert corpus.name == f"--data hf:{file.parent}"
         assert corpus.fingerprint() == open_corpus(str(file.parent)).fingerprint()
     with pytest.raises(InvalidInput, match=r"lines, row \d+ has no text under 'n'"):
         list(open_corpus(f"hf:{tmp_path / 'lines'}", field="n").epoch(0, 0))

@@ -20,6 +20,7 @@ from nsa_core.util.atomic_files import NotWritten
 from nsa_models.hf import conversion
 from nsa_models.lm import model_folder, run_folder, saving
 from nsa_models.lm.model_folder import open_folder
+from nsa_models.lm.parallel import World
 from nsa_models.lm.run_folder import CONFIG, INDEX
 from nsa_models.lm.tokens import TOKENIZER, TOKENIZER_CONFIG
 from nsa_models.lm.trainer import Trainer
@@ -87,6 +88,21 @@ def test_a_kill_of_any_process_at_any_write_leaves_the_old_run_or_the_new_one(tm
     kills, new = results[0]
     assert kills > 30
     assert 0 < new < kills
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_no_process_writes_much_more_than_its_share(trainer, count):
+    trainer.step()
+    worlds = [World(torch.device("cpu"), rank, count) for rank in range(count)]
+    sizes = [
+        sum(tensor.nbytes for tensors in parts for tensor in tensors.values())
+        for parts in (
+            saving._own_tensors(trainer.model, trainer.optimizer, world, None) for world in worlds
+        )
+    ]
+    whole = sum(parameter.nbytes for parameter in trainer.model.parameters())
+    assert sum(sizes) == 3 * whole  # with both moments
+    assert max(sizes) < 1.5 * sum(sizes) / count
 
 
 def test_a_resumed_run_writes_no_text_again(trainer, tmp_path):

@@ -202,8 +202,9 @@ def test_errors_name_options_as_typed(nsa, text, tmp_path, options, message):
             "--data empty",
             "--data empty contains no text, JSONL or parquet file; give a file or folder",
         ),
-        ("--data .txt", ".txt contains no text: give documents with text"),
-        ("--data short.txt", "short.txt is one document, and training needs two, one of"),
+        ("--data .txt", "--data .txt contains no text: give documents with text"),
+        ("--data short.txt", "--data short.txt is one document, and training needs two, one of"),
+        ("--data dir/one.txt", "--data dir/one.txt is one document, and training needs two,"),
         ("--data /dev/null", "--data /dev/null is neither a folder nor a regular file"),
         ("--data recal", "--data recal: no such file or folder; did you mean 'recall'?; give an"),
         ("--data=", "--data '': no such file or folder; give an existing path, python-docs"),
@@ -215,7 +216,9 @@ def test_errors_name_options_as_typed(nsa, text, tmp_path, options, message):
 def test_unusable_data_and_devices_are_refused(nsa, tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty" / ".hidden").mkdir(parents=True)
-    for name, content in ((".txt", b""), ("short.txt", b"x" * 2**15), ("bytes", b"\xff")):
+    (tmp_path / "dir").mkdir()
+    files = {".txt": b"", "short.txt": b"x" * 2**15, "dir/one.txt": b"x", "bytes": b"\xff"}
+    for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     done = nsa("train", "--out", "new", *options.split())
     assert (done.code, done.err.count("\n")) == (2, 1)
@@ -314,9 +317,9 @@ def test_tasks_print_their_best_loss_or_accuracy(nsa, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr("torch.nn.Module.to", lambda *_: pytest.fail("a model was built"))
             done = nsa(*command, "--checkpoint", run)
-        message = f"nsa: {run} was trained on a task, which has no tokenizer; give a"
+        message = f"nsa: --checkpoint: {run} was trained on a task, which has no tokenizer; give a"
         assert (done.code, done.err.startswith(message)) == (2, True)
-    with pytest.raises(InvalidInput, match="was trained on a task, which has no tokenizer"):
+    with pytest.raises(InvalidInput, match=f"^checkpoint: {run} was trained on a task"):
         open_subject(run)
 
 

@@ -303,6 +303,25 @@ def test_a_damaged_log_is_set_aside(run, content):
     assert [r["step"] for r in log.read_log(run / log.FILE)[1]] == [7]
 
 
+def test_a_run_saved_before_its_first_step_keeps_its_log(tmp_path):
+    recipe = {**RECIPE, "steps": 1}
+    trainer_of(0, 1, **recipe).save(tmp_path)
+    (tmp_path / log.FILE).write_text("half")
+    with pytest.warns(UserWarning, match="could not be read. It is kept as log.jsonl.damaged-"):
+        train(trainer_of(0, 1, resume=tmp_path, **recipe), tmp_path)
+    (aside,) = tmp_path.glob("log.jsonl.damaged-*")
+    assert aside.read_text() == "half"
+    trainer_of(0, 1, **recipe).save(tmp_path)
+    header = '{"kind": "nsa-train-log", "note": "first", '
+    log_text = (tmp_path / log.FILE).read_text().replace('{"kind": "nsa-train-log", ', header)
+    (tmp_path / log.FILE).write_text(log_text)
+    train(trainer_of(0, 1, resume=tmp_path, **recipe), tmp_path)
+    facts, records = log.read_log(tmp_path / log.FILE)
+    assert (facts["note"], [record["step"] for record in records]) == ("first", [0, 1])
+    train(trainer_of(0, 1, **recipe), tmp_path)
+    assert "note" not in log.read_log(tmp_path / log.FILE)[0]
+
+
 def test_the_log_of_another_run_is_refused(run, tmp_path):
     (other := tmp_path / "other").mkdir()
     trainer_of(0, 1, data="task").save(other)

@@ -118,11 +118,12 @@ def convert(
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     from nsa_models.hf.conversion import convert as convert_model
-    from nsa_models.hf.conversion import open_dense, write
+    from nsa_models.hf.conversion import fields_for, open_dense, write
     from nsa_models.hf.folder import load_model
 
-    with errors_name_options({"nsa_layers": "nsa_layers"}):
-        folder, fields = open_dense(checkpoint, fields, layers)
+    folder = open_dense(checkpoint)
+    with errors_name_options({name: name for name in ("nsa", "nsa_layers")}):
+        fields = fields_for(folder, fields, layers)
     tokens = (
         None if text is None or content is None else _read_tokens(folder, text, content, length)
     )

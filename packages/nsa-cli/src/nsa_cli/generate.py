@@ -67,7 +67,8 @@ def generate(
     from nsa_models.lm.model_folder import open_folder
 
     folder = open_folder(checkpoint)
-    tokenizer = load_tokenizer(folder)
+    with output.naming("--checkpoint:"):
+        tokenizer = load_tokenizer(folder)
     options: dict[str, Any] = {} if chosen is None else {"nsa_backends": chosen}
     model = load_model(folder, **options).to(torch_device).eval()
     tokens = torch.tensor([new_text_ids(tokenizer, prompt)], device=torch_device)

@@ -118,9 +118,10 @@ def train(
 def _world(
     values: dict[str, Any], training: train_interrupted.Training, named: Mapping[str, str]
 ) -> Iterator[World]:
-    """Join the processes of the training; options and files are checked before torch loads.
+    """Join the processes of the training.
 
-    The tokenizer is read, and replaces its path in ``values``.
+    Options, the tokenizer and the output folder are checked before torch loads. The tokenizer is
+    read, and replaces its path in ``values``.
     """
     from nsa_models.lm.recipe import check_graph
 

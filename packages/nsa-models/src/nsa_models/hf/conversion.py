@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from nsa_core.errors import InvalidInput
 from nsa_core.util.atomic_files import check_output_folder, writing
-from nsa_models.hf.configs import layer_spec
 from nsa_models.hf.folder import load_model
 from nsa_models.hf.models import MODELS
 from nsa_models.lm import config_json, saving
@@ -78,8 +77,8 @@ def convert(
 
     Raises:
         InvalidInput: The model is of another kind, is quantised or has adapters, or NSA cannot
-            express its attention; or ``nsa_layers`` names no layer, or one that the model does not
-            have. The message names the field or the parameters.
+            express its attention; a field of ``nsa`` is wrong; or ``nsa_layers`` names no layer, or
+            one that the model does not have. The message names the field or the parameters.
 
     Example:
         >>> dense = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
@@ -89,12 +88,13 @@ def convert(
     model_class = _class_for(model)
     values = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_CARRIED}
     plain_backends = dict(backends) if isinstance(backends, Mapping) else backends
+    fields = nsa_fields(nsa)
     config = model_class.config_class.from_dict(
-        {**values, "nsa": {**DEFAULTS, **nsa_fields(nsa)}, "nsa_backends": plain_backends}
+        {**values, "nsa": {**DEFAULTS, **fields}, "nsa_backends": plain_backends}
     )
     numbers = layers_with_nsa(nsa_layers, config.num_hidden_layers)
     config.nsa_layers = None if nsa_layers is None else numbers
-    spec = layer_spec(config)
+    spec = _layer_spec(config.to_dict(), {}, fields)
     dense = dict(model.named_parameters(remove_duplicate=False))
     carried = _with_our_names(dense, spec, numbers)
     converted = model_class._from_config(config, dtype=model.dtype)
@@ -136,6 +136,31 @@ def _class_for(model: Any) -> Any:
     if not isinstance(model, dense_class):
         raise InvalidInput(f"model must be a {dense_class.__name__}, got {type(model).__name__}")
     return model_class
+
+
+def _layer_spec(
+    values: Mapping[str, Any], own: Mapping[str, Any], nsa: Mapping[str, Any]
+) -> LayerSpec:
+    """Return the attention layers of a dense model that is converted to NSA.
+
+    Args:
+        values: The configuration of the model, as plain values.
+        own: The fields of NSAConfig that the model states.
+        nsa: The fields of NSAConfig that the caller gives.
+
+    Raises:
+        InvalidInput: As :func:`nsa_models.lm.config_json.layer_spec`; the message begins with
+            "nsa:" if the model is right without ``nsa``.
+    """
+
+    def spec(fields: Mapping[str, Any]) -> LayerSpec:
+        return config_json.layer_spec({**values, "nsa": {**DEFAULTS, **fields}})
+
+    try:
+        return spec({**own, **nsa})
+    except InvalidInput as error:
+        spec(own)
+        raise InvalidInput(f"nsa: {str(error).removeprefix('config.nsa: ')}") from error
 
 
 def _with_our_names(
@@ -221,35 +246,45 @@ def convert_checkpoint(
     """
     target = Path(target)
     check_output_folder(target)
-    folder, fields = open_dense(source, nsa, nsa_layers)
+    folder = open_dense(source)
+    fields = fields_for(folder, nsa, nsa_layers)
     conversion = convert(load_model(folder, dtype), fields, backends, nsa_layers)
     write(conversion.model, folder, target)
     return conversion
 
 
-def open_dense(
-    source: str | Path, nsa: Mapping[str, Any] | None, nsa_layers: NSALayers
-) -> tuple[ModelFolder, dict[str, Any]]:
-    """Open the folder of a dense model, and check what :func:`convert` will make of it.
+def open_dense(source: str | Path) -> ModelFolder:
+    """Open the folder of a dense model.
+
+    Raises:
+        InvalidInput: As :func:`nsa_models.lm.model_folder.open_folder`; or the model has NSA, or
+            its tokenizer cannot be read.
+    """
+    folder = open_folder(source, types=DENSE_TYPES)
+    folder.tokenizer()  # it is copied with the model
+    return folder
+
+
+def fields_for(
+    folder: ModelFolder, nsa: Mapping[str, Any] | None, nsa_layers: NSALayers
+) -> dict[str, Any]:
+    """Check what :func:`convert` will make of a dense model, before its weights are read.
 
     Args:
-        source: The folder.
+        folder: The folder of the model.
         nsa: As in :func:`convert`.
         nsa_layers: As in :func:`convert`.
 
     Returns:
-        The folder, and ``nsa`` with the fields that a dense run of `nsa train` states.
+        ``nsa`` with the fields that a dense run of `nsa train` states.
 
     Raises:
-        InvalidInput: As :func:`nsa_models.lm.model_folder.open_folder`; or the model has NSA, its
-            tokenizer cannot be read, or ``nsa`` or ``nsa_layers`` does not suit the model.
+        InvalidInput: ``nsa`` or ``nsa_layers`` does not suit the model.
     """
-    folder = open_folder(source, types=DENSE_TYPES)
-    folder.tokenizer()  # it is copied with the model
-    fields = {**nsa_fields(folder.values.get("nsa")), **nsa_fields(nsa)}
-    config_json.layer_spec({**config_json.complete(folder.values), "nsa": {**DEFAULTS, **fields}})
+    own, fields = nsa_fields(folder.values.get("nsa")), nsa_fields(nsa)
+    _layer_spec(config_json.complete(folder.values), own, fields)
     layers_with_nsa(nsa_layers, folder.config.n_layers)
-    return folder, fields
+    return {**own, **fields}
 
 
 def write(model: Any, source: ModelFolder, target: Path) -> None:

@@ -14,7 +14,6 @@ from nsa_core.layer.gating import compute_gates
 from nsa_core.layer.module import NSAttention
 from nsa_core.packing import token_positions
 from nsa_models.inspect.spans import TextSpan, split_text
-from nsa_models.lm.config import no_choice
 from nsa_models.lm.mass import (
     ROWS_AT_ONCE,
     RowMass,
@@ -219,11 +218,22 @@ def _check_tokens(
         (layer.config for layer in layers.values()),
         key=lambda c: c.num_selected_blocks * c.select_block_size,
     )
-    if problem := no_choice(config, len(tokens)):
-        fix = "give more text"
-        if total_tokens is not None and total_tokens > len(tokens):
-            fix = f"max_tokens must be larger, as the text has {total_tokens:,} tokens"
-        raise InvalidInput(f"the text must have {problem}; {fix}")
+    blocks, size = config.num_selected_blocks, config.select_block_size
+    selected = blocks * size
+    if len(tokens) <= selected:
+        total = len(tokens) if total_tokens is None else total_tokens
+        reason = (
+            f"each query selects {blocks} blocks of {size} tokens, so fewer tokens leave no choice"
+        )
+        if total > selected:
+            raise InvalidInput(
+                f"max_tokens must be more than {selected:,}, got {len(tokens):,}: {reason};"
+                f" the text has {total:,} tokens"
+            )
+        raise InvalidInput(
+            f"the text must have more than {selected:,} tokens, got {total:,}: {reason}; give"
+            " more text"
+        )
     if isinstance(model, LanguageModel) and int(tokens.max()) >= model.config.vocab_size:
         raise InvalidInput(
             f"tokens must lie in [0, {model.config.vocab_size}), got {int(tokens.max())}"

@@ -76,7 +76,7 @@ def open_subject(
     if tokenizer is None:
         reason = "has no tokenizer.json; give a folder that has one"
         reason = ON_TASK if training is not None else reason
-        raise InvalidInput(f"{folder.path} {reason}")
+        raise InvalidInput(f"checkpoint: {folder.path} {reason}")
     weights, length = f"{folder.config.n_layers} layers", _MAX_DEFAULT_TOKENS
     if training is not None:
         name = Path(training.data.data).name

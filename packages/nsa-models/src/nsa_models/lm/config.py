@@ -148,20 +148,6 @@ def check_layer(layer: int | None, numbers: Sequence[int]) -> None:
         raise InvalidInput(f"layer must be {choices}, got {layer}")
 
 
-def no_choice(config: NSAConfig, tokens: int) -> str:
-    """Return the end of a message that ``tokens`` are too few; empty if they are enough.
-
-    They are too few if no query has more blocks than it selects.
-    """
-    blocks, size = config.num_selected_blocks, config.select_block_size
-    if tokens > blocks * size:
-        return ""
-    return (
-        f"more than {blocks * size} tokens, got {tokens}: each query selects {blocks} blocks of"
-        f" {size} tokens, so a shorter text leaves no choice"
-    )
-
-
 def _small(dim: int, heads: int, window: int) -> NSAConfig:
     return NSAConfig(
         dim=dim,

@@ -21,14 +21,20 @@ FILE = "log.jsonl"
 class Log:
     """Appends records to a log file.
 
-    A run resumed at ``step`` first drops the records of later steps, because it repeats them. A log
-    that cannot be read is kept under another name, with a warning.
+    A new run overwrites the file. A run resumed at ``step`` keeps it and drops the records that it
+    repeats: those of later steps, and all of them at step 0. A log that cannot be read is kept
+    under another name, with a warning.
+
+    Args:
+        path: The file.
+        facts: The header.
+        step: The step at which the run is resumed; None for a new run.
     """
 
-    def __init__(self, path: Path, facts: Mapping[str, Any], step: int = 0) -> None:
+    def __init__(self, path: Path, facts: Mapping[str, Any], step: int | None = None) -> None:
         header = {"kind": KIND, "schema_version": SCHEMA_VERSION, **facts}
         records: list[dict[str, Any]] = []
-        if step and path.exists():
+        if step is not None and path.exists():
             try:
                 old, records = read_log(path)
             except InvalidInput:
@@ -41,8 +47,9 @@ class Log:
                 )
             else:
                 header = self._checked(path, old, header)
-        lines = [header, *(record for record in records if record["step"] <= step)]
-        write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines), force=True)
+        kept = [record for record in records if record["step"] <= step] if step else []
+        lines = "".join(json.dumps(line) + "\n" for line in (header, *kept))
+        write_atomic(path, lines, force=True)
         self._path = path
         with writing(path):
             self._file: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115  # see close()

@@ -119,13 +119,17 @@ def _own_tensors(
     parameters = dict(model.named_parameters())
     # Each process has about the same number of bytes; all processes divide alike.
     order = sorted(parameters, key=lambda name: (-parameters[name].numel(), name))
-    own_names = set(order[world.rank :: world.size])
+    sizes, is_own = [0] * world.size, {}
+    for name in order:
+        rank = sizes.index(min(sizes))
+        sizes[rank] += parameters[name].numel()
+        is_own[name] = rank == world.rank
     divided = heads.names if heads is not None else frozenset()
     own: Tensors = {}
     moments: Tensors = {}
 
     def keep(name: str, whole: torch.Tensor, moment: str | None) -> None:
-        if name not in own_names:
+        if not is_own[name]:
             return
         tensor = whole.cpu().contiguous()
         if moment is None:

@@ -55,7 +55,8 @@ def open_corpus(data: str, field: str = "text", seed: int = 0) -> Corpus:
             f" an existing path, {', '.join(names)} or hf:NAME"
         )
     files = text_files(Path(data))
-    return _corpus_of(files, Path(data).name, field, seed, lambda: fingerprint_of_files(files))
+    name = f"--data {data}"
+    return _corpus_of(files, name, field, seed, lambda: fingerprint_of_files(files))
 
 
 def _corpus_of(
@@ -213,9 +214,9 @@ def _open_hub(name: str, field: str, seed: int) -> Corpus:
 
         if files and all(file.endswith(".parquet") for file in files):
             by_name = dict(zip(files, files))
-            return _corpus_of(by_name, name, field, seed, content)
+            return _corpus_of(by_name, f"--data hf:{name}", field, seed, content)
         table = library.load_dataset(path, part or None, split="train")
-    return Corpus(_Column(table, field, name), name, seed, (), content)
+    return Corpus(_Column(table, field, name), f"--data hf:{name}", seed, (), content)
 
 
 class _Column:

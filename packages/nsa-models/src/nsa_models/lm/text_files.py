@@ -1,4 +1,4 @@
-"""The files of a corpus, and the errors of reading them; this imports no torch."""
+"""The files of a corpus, and the errors of reading them."""
 
 from __future__ import annotations
 

@@ -106,7 +106,9 @@ class _Run:
             "matrix_flops_per_s": self._peak,
             "flops_per_token": self._flops_per_token,
         }
-        self._log = log.Log(out / log.FILE, facts, trainer.step_number) if world.rank == 0 else None
+        is_new = trainer.step_number == 0 and trainer.saved_step is None  # a save may be of step 0
+        step = None if is_new else trainer.step_number
+        self._log = log.Log(out / log.FILE, facts, step) if world.rank == 0 else None
         self._progress: list[Progress] = []
         self._pending: StepResult | None = None  # the last step, if its numbers are not read yet
 
