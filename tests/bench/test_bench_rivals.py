@@ -17,6 +17,7 @@ from nsa_bench import rivals
 from nsa_bench.inputs import make_inputs
 from nsa_bench.result import read_result
 from nsa_bench.shapes import parse_shape
+from nsa_cli import bench
 from nsa_core import nsa_attention, resolve
 from nsa_core.errors import InvalidInput
 
@@ -177,8 +178,14 @@ def test_default_rivals_and_unknown_names(fla):
     assert {"fla", "sfnsa", "xunhao"} == set(rivals.KNOWN)
 
 
+def test_the_command_reads_several_names_and_none(monkeypatch):
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: name)
+    assert bench._named_rivals(["fla,sfnsa", "xunhao"]) == ["fla", "sfnsa", "xunhao"]
+    assert bench._named_rivals(["none"]) == []
+
+
 @pytest.mark.slow
-def test_the_command_accepts_known_rivals_and_refuses_others(nsa, fla, tmp_path):
+def test_the_command_accepts_known_rivals_and_none(nsa, fla, tmp_path):
     fla()
     options = (
         "--shape",
@@ -195,8 +202,10 @@ def test_the_command_accepts_known_rivals_and_refuses_others(nsa, fla, tmp_path)
     done = nsa("bench", *options, "--rival", "fla", "--png", str(tmp_path / "p.png"))
     assert done.code == 0, done.err
     assert NAME in done.out
-    done = nsa("bench", *options, "--rival", "none")
+    done = nsa("bench", *options, "--rival", "none", "--json", str(tmp_path / "r.json"))
     assert (done.code, NAME in done.out) == (0, False)
+    # On a GPU, None would stand for all libraries.
+    assert read_result(tmp_path / "r.json").settings["rivals"] == []
 
 
 @pytest.fixture
