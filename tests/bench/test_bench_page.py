@@ -17,7 +17,7 @@ from nsa_bench.render.tables import tables
 from nsa_bench.result import Result, read_result
 from nsa_bench.timing import LATE
 
-RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200"
+RESULTS = pathlib.Path(__file__).with_name("data")  # published files change with every measurement
 NASTY = "<img src=x onerror=alert(1)></script><script>alert(2)</script>&\"'"
 
 
