@@ -15,10 +15,11 @@ PUBLISHED = "h200"  # folder of benchmarks/results with the figures of README.md
 _BENCH = "nsa bench --device cuda --dtype bfloat16 --threads 8"
 _DECODE = "nsa bench decode --device cuda --dtype bfloat16 --threads 8"
 _CORE = (
-    _BENCH + " --shape {shape} --length 8k,32k,64k --phase {phases} {combos} --inputs {inputs}"
+    _BENCH + " --shape {shape} --length {lengths} --phase {phases} {combos} --inputs {inputs}"
     " --rival {rivals} --budget 0.3 --max-call 1 --cell-limit 30 --time-limit {seconds}"
     " --json {{file}}"
 )
+_CORE_LENGTHS = "8k,32k,64k"
 _ON_ALL_GPUS = "python -m torch.distributed.run --standalone --nproc-per-node gpu"
 _REHEARSE = "python benchmarks/rehearse.py --arch 80 --"
 _TRAIN = "python benchmarks/train.py --device cuda --only {section} --time-limit {seconds}"
@@ -82,19 +83,24 @@ def _ending(rehearses: str) -> str:
     return f"_as_{rehearses}" if rehearses else ""
 
 
+def _checkpoint(shape: str) -> str:
+    return f"{CHECKPOINTS}/{shape.replace('/', '-')}.safetensors"
+
+
 def _core(shape: str, minutes: float) -> Piece:
     heads = shape.replace("/", "-")
     command = _CORE.format(
         shape=shape,
-        phases="both,forward,backward",
+        lengths=_CORE_LENGTHS,
+        phases="both",
         combos="--combo auto",
         rivals="none",
-        inputs=f"random,real --checkpoint {CHECKPOINTS}/{heads}.safetensors",
+        inputs=f"random,real --checkpoint {_checkpoint(shape)}",
         seconds=round(60 * (minutes - 1)),
     )
     return Piece(
         f"core-{heads}",
-        f"NSA, its kernels and dense attention at {shape}, random and real inputs",
+        f"NSA and dense attention at {shape}, random and real inputs",
         command,
         f"core_{heads.replace('-', '_')}.json",
         minutes,
@@ -129,6 +135,7 @@ def _a100_core(shape: str) -> Piece:
     heads = shape.replace("/", "-")
     command = _CORE.format(
         shape=shape,
+        lengths=_CORE_LENGTHS,
         phases="both",
         combos="--combo triton --combo auto",
         inputs="random",
@@ -186,12 +193,28 @@ PIECES = (
         f" --checkpoints {CHECKPOINTS}",
         "real_blocks.json",
         3,
-        makes=tuple(f"{CHECKPOINTS}/{s.replace('/', '-')}.safetensors" for s in SHAPES),
+        makes=tuple(map(_checkpoint, SHAPES)),
     ),
     _core("12/2/64", 3),
     _core("32/8/128", 5),
     _core("64/4/128", 9),
     _core("64/4/192/128", 9),
+    Piece(
+        "core-parts",
+        "each kernel of NSA alone, forward and backward, random and real inputs",
+        _CORE.format(
+            shape=",".join(SHAPES),
+            lengths="32k",
+            phases="forward,backward",
+            combos="--combo auto",
+            rivals="none",
+            inputs="random,real " + " ".join(f"--checkpoint {_checkpoint(s)}" for s in SHAPES),
+            seconds=300,
+        ),
+        "core_parts.json",
+        6,
+        "real-blocks",
+    ),
     _shapes("16k", "40/8/128,48/6/80,16/2/96,32/32/64,8/1/256", 7),
     _shapes("32k", "28/4/128,64/8/128", 4),
     _shapes("128k", "16/1/128", 6),

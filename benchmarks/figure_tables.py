@@ -74,13 +74,13 @@ class Results:
         """Return the measurements of the core at ``shape``."""
         return self.bench(f"core_{shape.replace('/', '_')}.json").measurements
 
-    def core_cell(self, shape: str, inputs: str, phase: str, length: int) -> Measurement | None:
-        """Return the measurement of NSA in one cell; None if it has no time."""
+    def core_cell(self, shape: str, inputs: str, length: int) -> Measurement | None:
+        """Return the forward + backward of NSA in one cell; None if it has no time."""
         return next(
             (
                 m
                 for m in self.core(shape)
-                if (m.kind, m.inputs, m.phase, m.length) == ("combo", inputs, phase, length)
+                if (m.kind, m.inputs, m.phase, m.length) == ("combo", inputs, "both", length)
                 and m.performance is not None
             ),
             None,
@@ -131,7 +131,7 @@ def core(results: Results) -> str:
     columns = ["heads", "inputs", *(f"{tokens(n)} tokens" for n in lengths), "faster from"]
     rows = []
     for shape, inputs in PROBLEMS:
-        cells = [results.core_cell(shape, inputs, "both", n) for n in lengths]
+        cells = [results.core_cell(shape, inputs, n) for n in lengths]
         ratios = _ratios(results, shape, inputs)
         length, _ = crossing(ratios)
         rows.append([shape, inputs, *map(_beside_dense, cells), _from(length, ratios)])
@@ -165,7 +165,7 @@ def core_memory(results: Results) -> str:
     rows = []
     lengths = _core_lengths(results)
     for shape, length in itertools.product(SHAPES, (lengths[0], lengths[-1])):
-        cell = results.core_cell(shape, "random", "both", length)
+        cell = results.core_cell(shape, "random", length)
         dense = _fastest_dense(results, cell) if cell else None
         if cell and dense:
             memory = [f"{(m.peak_memory_bytes or 0) / 2**20:,.0f}" for m in (cell, dense)]
@@ -189,7 +189,7 @@ def _fastest_dense(results: Results, cell: Measurement) -> Measurement | None:
 
 def _ratios(results: Results, shape: str, inputs: str) -> list[tuple[int, float]]:
     """Return (length, NSA time / fastest dense time), with CUDA graphs."""
-    cells = [results.core_cell(shape, inputs, "both", n) for n in _core_lengths(results)]
+    cells = [results.core_cell(shape, inputs, n) for n in _core_lengths(results)]
     return sorted((c.length, 1 / c.ratio_to_dense) for c in cells if c and c.ratio_to_dense)
 
 
@@ -217,7 +217,7 @@ def core_memory_ratio(results: Results) -> str:
     ratios = [
         (cell.peak_memory_bytes or 0) / (dense.peak_memory_bytes or 1)
         for shape, length in itertools.product(SHAPES, _core_lengths(results))
-        if (cell := results.core_cell(shape, "random", "both", length))
+        if (cell := results.core_cell(shape, "random", length))
         and (dense := _fastest_dense(results, cell))
     ]
     return f"{min(ratios):.1f} to {max(ratios):.1f}"
@@ -236,11 +236,15 @@ def _compared(subject: str) -> Callable[[Results], str]:
 
 def core_kernels(results: Results) -> str:
     """Tabulate each kernel of the core alone, forward / backward, at 32k tokens of real inputs."""
+    passes = {
+        (m.shape, m.phase): m
+        for m in results.bench("core_parts.json").measurements
+        if (m.kind, m.inputs) == ("combo", "real")
+    }
     rows = []
     for shape in SHAPES:
-        passes = [results.core_cell(shape, "real", p, 32768) for p in ("forward", "backward")]
-        cells = [" / ".join(_part_ms(cell, name) for cell in passes) for name in BRANCHES]
-        rows.append([shape, *cells])
+        cells = [passes.get((shape, phase)) for phase in ("forward", "backward")]
+        rows.append([shape, *(" / ".join(_part_ms(c, name) for c in cells) for name in BRANCHES)])
     return table(["heads", *BRANCHES], rows)
 
 
