@@ -148,11 +148,11 @@ def test_decode_ends_at_the_time_limit(where, monkeypatch):
         blocks=(16, 8, 32, 4, 32),
         budget_s=0.001,
         combos=[parse_combination("sdpa")],
-        time_limit_s=1.5,
+        time_limit_s={"gate": 1.5, "state": 8.0}[where],  # the gate before takes a second or two
     )
     started = time.monotonic()
     result = DecodeBench(settings, discover(), {}).run()
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 30
     assert slept == [where]
     assert reasons(result) == {"sdpa": LATE}
     assert len(result.gates) == (where == "state")
