@@ -66,7 +66,7 @@ def speed_panel(axes: Any) -> None:
     own, dense = (curves[name][longest] for name in ("NSA", "dense"))
     axes.set(xscale="log", yscale="log", xlabel="tokens", xlim=(1700, longest * 1.3))
     axes.set_title(f"Speed: ms, forward + backward\n{GROUP_SHAPE}, bf16, one {gpu(RESULTS)}")
-    lengths = list(curves["NSA"])
+    lengths = [2048 << n for n in range(20) if 2048 << n <= longest]
     axes.set_xticks(lengths, [tokens(length) for length in lengths])
     axes.minorticks_off()
     set_ticks(axes.yaxis, log_ticks(*axes.get_ylim()))
