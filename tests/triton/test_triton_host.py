@@ -6,9 +6,11 @@ its driver that launches nothing serves here as well.
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import importlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -21,6 +23,8 @@ from nsa_core.contract import Request
 from slot_requests import make_request
 
 pytest.importorskip("triton")
+JITFunction = importlib.import_module("triton.runtime.jit").JITFunction
+compile_table = importlib.import_module("compile_table")
 device = importlib.import_module("nsa_backend_triton.host.device")
 offline = importlib.import_module("offline")
 launch_cache = importlib.import_module("nsa_backend_triton.host.launch_cache")
@@ -265,6 +269,29 @@ def test_each_no_gpu_block_starts_without_cached_launches(bench: Any) -> None:
             steps(bench, False)["combine.forward"]()
             seen.append([k.launches for k in kernels])
     assert seen == [[1], [1]]
+
+
+def keys_on_disk(passes: Sequence[str]) -> dict[str, str]:
+    """Return kernel -> part of its key in Triton's cache, in a process that makes ``passes``."""
+    for function in gc.get_objects():
+        if isinstance(function, JITFunction):
+            function.hash, function.used_global_vals = None, {}
+    request, keys = make_request("cmp"), {}
+    for name in passes:
+        if name == "core":
+            launches = compile_table.core_launches(request, 90)
+        else:
+            launches = compile_table.launches(dataclasses.replace(request, slot=name), 90)
+        keys |= {launch.name: launch.kernel.cache_key for launch in launches}
+    return keys
+
+
+def test_the_key_of_a_kernel_on_disk_does_not_depend_on_the_kernels_before_it() -> None:
+    """Otherwise a process that launches them in another order compiles them anew."""
+    passes = ("cmp", "select", "sel", "win", "combine", "core")
+    keys = keys_on_disk(passes)
+    assert len(keys) > 10
+    assert keys_on_disk(passes[::-1]) == keys
 
 
 def test_number_of_cached_launches_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from nsa_backend_triton.host.direct_launch import DirectLaunch, direct_launch, has_hooks
 from nsa_core.contract import KNOWN_METADATA, SlotCall
@@ -47,6 +48,19 @@ def aligned(*tensors: object) -> bool:
         if isinstance(x, Tensor) and x.data_ptr() % 16:
             return False
     return True
+
+
+def _compute_keys(function: Any) -> None:
+    """Compute the keys of ``function`` in Triton's cache on disk, callees first.
+
+    Up to 3.7, Triton leaves the constants of a callee that has no key yet out of its caller's key.
+    A kernel would have another key after other kernels, and the next process would compile it anew
+    (github.com/triton-lang/triton/pull/10494).
+    """
+    if isinstance(function, JITFunction) and function.hash is None:
+        for name in function.fn.__code__.co_names:
+            _compute_keys(function.fn.__globals__.get(name))
+        function.cache_key  # noqa: B018  the property keeps what it computes
 
 
 class _Thread(threading.local):
@@ -107,6 +121,7 @@ class Launch:
         if self._compiled is not None and aligned(*tensors):
             self._compiled(tensors)
             return
+        _compute_keys(self._kernel)
         compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
         if isinstance(compiled, CompiledKernel) and aligned(*tensors):
             constants = self._kernel.arg_names[len(tensors) + len(self._numbers) :]
