@@ -11,8 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nsa_core.block.checks import check_arguments, plan_of_call
-from nsa_core.block.plans import BlockPlan, BlockSizes, resolve_blocks, split_blocks
+from nsa_core.block.checks import check_arguments
+from nsa_core.block.plans import (
+    BlockPlan,
+    BlockSizes,
+    plan_of_call,
+    resolve_blocks,
+    split_blocks,
+)
 from nsa_core.limits import check_integers
 from nsa_core.plan.default_plan import as_constant
 from nsa_core.plan.options import PlanOptions

@@ -1,21 +1,24 @@
-"""Plans of block_attention: the sizes of a call, and the backend that runs it."""
+"""Plans of block_attention: the sizes of a call, the backend that runs it, and whether both fit."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from nsa_core.config import NSAConfig
-from nsa_core.errors import NSAError
+from nsa_core.errors import InvalidInput, NSAError
+from nsa_core.layer.input_checks import request_problems
 from nsa_core.plan.default_plan import (
     CACHED,
     ObjectCache,
     constant_result,
     options_of,
     planned,
+    planned_length,
 )
 from nsa_core.plan.options import PlanOptions
 from nsa_core.plan.plan import SlotPlan, resolve_slot
@@ -198,6 +201,41 @@ def _resolve_default(sizes: tuple[Any, ...], *options: Any) -> BlockPlan:
 _plans = ObjectCache(_resolve_default)
 
 
+def plan_of_call(
+    tensors: Mapping[str, torch.Tensor],
+    sizes: BlockSizes,
+    packed: bool,
+    partial: bool,
+    tokens: int,
+    plan: BlockPlan | None,
+    backends: str | None,
+) -> BlockPlan:
+    """Return ``plan``, or the cached plan of calls without an explicit plan.
+
+    Args:
+        tensors: q, k, v and blocks by name.
+        sizes: The sizes of the call.
+        packed: Whether the call is packed.
+        partial: Whether queries begin inside their sequences.
+        tokens: Tokens of a sequence.
+        plan: The argument ``plan``.
+        backends: The argument ``backends``.
+
+    Raises:
+        InvalidInput: ``plan`` does not fit the call.
+        Unsupported, BackendUnavailable: As :func:`nsa_core.resolve`.
+    """
+    q = tensors["q"]
+    needs_grad = torch.is_grad_enabled() and any(tensors[name].requires_grad for name in "qkv")
+    if plan is not None:
+        check_plan(plan, sizes, q, packed, partial, needs_grad)
+        return plan
+    length = planned_length(tokens, packed)
+    return default_block_plan(
+        sizes, q.device, q.dtype, packed, partial, needs_grad, backends, length
+    )
+
+
 @functools.lru_cache(maxsize=CACHED)
 def default_decode_plan(
     sizes: BlockSizes,
@@ -216,3 +254,45 @@ def default_decode_plan(
         page_size=sizes.page_size,
     )
     return resolve_blocks(sizes, options)
+
+
+def check_plan(
+    plan: object,
+    sizes: BlockSizes,
+    q: torch.Tensor,
+    packed: bool = False,
+    partial: bool = False,
+    needs_grad: bool = False,
+    phase: str = "prefill",
+) -> None:
+    """Check that ``plan`` fits a call with the queries ``q``.
+
+    Raises:
+        InvalidInput: it does not; the message names what the plan is for and what the call needs.
+    """
+    if not isinstance(plan, BlockPlan):
+        hint = "; pass the name of a backend as backends=" * isinstance(plan, str)
+        raise InvalidInput(
+            f"plan must be what nsa_core.plan_block_attention() returns, got"
+            f" {type(plan).__name__}{hint}"
+        )
+    needs: Mapping[str, str | bool] = {
+        "needs_grad": needs_grad and "the call needs a gradient",
+        "varlen": packed and "cu_seqlens is passed",
+        "partial": partial and "q begins inside its sequences or k has more rows",
+    }
+    problems = request_problems(plan.request, phase, q, needs)
+    planned = {**plan.sizes._asdict(), "scale": plan.sizes.softmax_scale}
+    called = {**sizes._asdict(), "scale": sizes.softmax_scale}
+    problems += [
+        f"plan is for {name} {planned[name]}, the call has {called[name]}"
+        for name in ("n_heads", "n_kv_heads", "head_dim", "v_head_dim", "scale", "page_size")
+        if planned[name] != called[name]
+    ]
+    if plan.sizes.kernel_blocks != sizes.kernel_blocks:
+        problems.append(
+            f"plan is for {plan.sizes.n_blocks} blocks of {plan.sizes.block_size} keys, the call"
+            f" has {sizes.n_blocks} blocks of {sizes.block_size}"
+        )
+    if problems:
+        raise InvalidInput("; ".join(problems))

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from nsa_core.block.checks import check_decode_arguments, check_plan
-from nsa_core.block.plans import BlockPlan, BlockSizes, default_decode_plan, split_blocks
+from nsa_core.block.checks import check_decode_arguments
+from nsa_core.block.plans import (
+    BlockPlan,
+    BlockSizes,
+    check_plan,
+    default_decode_plan,
+    split_blocks,
+)
 from nsa_core.contract import BlockTables, DecodeCall
 from nsa_core.decode.checks import raise_at
 from nsa_core.dtypes import stats_dtype

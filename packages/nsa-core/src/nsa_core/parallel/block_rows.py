@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nsa_core.block.attention import block_attention
-from nsa_core.block.checks import check_arguments, plan_of_call
-from nsa_core.block.plans import BlockPlan, BlockSizes
+from nsa_core.block.checks import check_arguments
+from nsa_core.block.plans import BlockPlan, BlockSizes, plan_of_call
 from nsa_core.errors import InvalidInput
 from nsa_core.parallel.agreement import agreed, names_of, values_of_packing
 from nsa_core.parallel.collectives import group_name
