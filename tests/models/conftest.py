@@ -52,7 +52,7 @@ def rows(documents):
 @pytest.fixture
 def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the measurement of the machine's matrix rate, which takes a second."""
-    monkeypatch.setattr("nsa_models.lm.train.measure_peaks", lambda *_: Peaks(1e9, 1e9))
+    monkeypatch.setattr("nsa_models.lm.train.measure_peaks", lambda *_: Peaks(1e15, 1e12))
 
 
 @pytest.fixture
