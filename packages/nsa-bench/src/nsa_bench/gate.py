@@ -27,18 +27,32 @@ from nsa_verify.problems.steps import Step
 
 Judge = Callable[[], list[str]]
 NOT_CORRECT = "not correct: its gate failed"  # reason of a measurement without a time
+# Complete compressed tokens from which on a backend may run cmp by other kernels; FlashAttention-4
+# begins here. The default blocks have as many at 4127 tokens.
+LONG = 256
 
 
-def gate_case(config: NSAConfig, device: str, seed: int) -> Case:
+def gate_case(config: NSAConfig, device: str, seed: int, length: int = 0) -> Case:
     """Return a small case for a configuration, with at most two key/value heads.
 
     The group size, head widths, l, d and l' stay the same. On a GPU n and w stay the same too; on
     the CPU n = 4 blocks (or the number of always-selected blocks, if larger) and w = l' keep the
     case short. About a hundred query rows are judged, and the gradients of all key rows.
+
+    Args:
+        config: The configuration.
+        device: "cuda", "cuda:1" or "cpu".
+        seed: Seed of the inputs.
+        length: Tokens of the calls that follow. On a GPU, long ones get a case of LONG compressed
+            tokens, so that the kernels of long calls are judged.
     """
     kv, geometry = min(2, config.n_kv_heads), config.geometry
     n, window = geometry.num_selected_blocks, geometry.window_size
-    if not device.startswith("cuda"):
+    shortest = 0
+    if device.startswith("cuda"):
+        long = LONG * geometry.compress_stride + geometry.compress_block_size - 1
+        shortest = long if length >= long else 0
+    else:
         n, window = (
             min(n, max(4, geometry.init_blocks + geometry.local_blocks)),
             min(window, geometry.select_block_size),
@@ -48,12 +62,12 @@ def gate_case(config: NSAConfig, device: str, seed: int) -> Case:
         config, n_heads=heads, n_kv_heads=kv, num_selected_blocks=n, window_size=window
     )
     block = geometry.select_block_size
-    length = (n + 2) * block + 1
+    tokens = max((n + 2) * block + 1, shortest)
     # Fewer rows would not do: if only one judged query sees a key, that query's whole error goes
     # into the bias of dv.
-    rows = {*range(0, length, max(3, length // 96)), geometry.compress_block_size - 1, length - 1}
-    name = f"{Shape.of(small).name} S={length} n={n} w={window}, {len(rows)} rows"
-    return Case(name, small, (length,), rows=tuple(sorted(rows)), seed=seed)
+    rows = {*range(0, tokens, max(3, tokens // 96)), geometry.compress_block_size - 1, tokens - 1}
+    name = f"{Shape.of(small).name} S={tokens} n={n} w={window}, {len(rows)} rows"
+    return Case(name, small, (tokens,), rows=tuple(sorted(rows)), seed=seed)
 
 
 def judge_plan(

@@ -29,6 +29,7 @@ from nsa_core.errors import InvalidInput
 from nsa_core.plan.default_plan import planned_length
 from nsa_core.plan.plan import Plan, resolve
 from nsa_core.plan.registry import Registry
+from nsa_verify.problems.cases import Case
 from nsa_verify.problems.combination import ready_combinations
 
 
@@ -89,27 +90,32 @@ class PrefillBench(Bench):
         combos = list(s.combos) or ready_combinations(
             self.registry, config, subjects.options(problem.dtype)
         )
-        case = gate_case(config, s.device, s.seed)
+        small = gate_case(config, s.device, s.seed).config
+        cases: dict[int | None, dict[str, Case]] = {}  # tokens of the plan -> name -> case
+        for length in sorted(s.lengths):
+            case = gate_case(config, s.device, s.seed, length)
+            cases.setdefault(planned_length(length, False), {})[case.name] = case
         judged = []
-        lengths = dict.fromkeys(planned_length(length, False) for length in sorted(s.lengths))
-        for seq_len, combo in itertools.product(lengths, combos):
+        for seq_len, combo in itertools.product(cases, combos):
             if self._stop.received:
                 return
             options = subjects.options(problem.dtype, seq_len)
             named = dataclasses.replace(options, backends=dict(combo.backends))
             plan, gate_plan = (
-                resolve(each, named, registry=self.registry) for each in (config, case.config)
+                resolve(each, named, registry=self.registry) for each in (config, small)
             )
             subjects.add(combo.name, problem, seq_len, plan)
             where = f"{problem.shape} {problem.dtype}"
             entries.record_backends(self._combos, combo.name, plan, where, seq_len)
             backends = {slot: choice.backend for slot, choice in gate_plan.choices.items()}
-            if (combo, backends) not in judged:
-                judged.append((combo, backends))
+            for name, case in cases[seq_len].items():
+                if (combo, backends, name) in judged:
+                    continue
+                judged.append((combo, backends, name))
                 planner = isolation.planner(self.registry, gate_plan, options)
                 target = (case, getattr(torch, problem.dtype), s.device, subjects.gradients)
                 judge = functools.partial(judge_plan, planner, *target)
-                self.judge(combo.name, problem, gate_plan, case.name, judge)
+                self.judge(combo.name, problem, gate_plan, name, judge)
 
     def plans_of(self, cell: Cell) -> dict[str, Plan]:
         """Return the plan of each combination of a cell."""

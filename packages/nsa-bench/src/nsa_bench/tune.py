@@ -94,7 +94,7 @@ def tune(
     gates: list[Gate] = []
     records: list[tuned.Record] = []
     name = device_name(candidates.device)
-    case = gate_case(candidates.config, candidates.device, seed)
+    case = gate_case(candidates.config, candidates.device, seed, length)
     for use in PHASES:
         of_use = [c for c in candidates.accepted if c.use == use]
         correct = []

@@ -90,15 +90,15 @@ def _cells(m: Measurement, result: Result) -> dict[str, str]:
 
 
 def _combos(result: Result) -> Rows:
-    gates: dict[str, list[str]] = {}
-    for gate in result.gates:
-        gates.setdefault(gate.combo, []).append(
+    cells = []
+    for name, backends in result.combos.items():
+        # "auto", and "auto, 12/2/64 bfloat16 from 32768 tokens on" with other backends
+        verdicts = [
             "ok" if gate.ok else f"FAILED on {gate.shape} {gate.dtype}"
-        )
-    cells = [
-        [name, _backends(backends), "; ".join(dict.fromkeys(gates.get(name, ["-"])))]
-        for name, backends in result.combos.items()
-    ]
+            for gate in result.gates
+            if f"{name}, ".startswith(f"{gate.combo}, ")
+        ]
+        cells.append([name, _backends(backends), "; ".join(dict.fromkeys(verdicts)) or "-"])
     return "Combinations", ["combination", "backends", "correct"], cells
 
 

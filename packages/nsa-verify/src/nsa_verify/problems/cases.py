@@ -232,6 +232,8 @@ def quick_cases() -> tuple[Case, ...]:
         # Two forced local blocks would hide scores that include invisible tokens.
         Case("nothing forced", config_of(4, 2, 16, 16, TINY, **FREE), (93,)),
         Case("packed", small, (0, 5, 40, 1, 77, 0), packed=True),
+        # 258 complete compressed tokens: FlashAttention-4 computes cmp from 256 on.
+        Case("long", config_of(4, 2, 64, 64, TINY), (1040,), rows=_edge_rows(1040, (8, 16, 24))),
         # Scores of 100: what rounds them shows. Many keys are seen by one query alone.
         Case("large scores", config_of(3, 3, 16, 16, (8, 4, 16, 4, 5)), (28,), sharpness=30.0),
     )
@@ -267,7 +269,7 @@ def full_cases() -> tuple[Case, ...]:
         Case(
             "packed 12/2/64", config_of(12, 2, 64, 64, SMALL), (33, 16, 15, 0, 210, 64), packed=True
         ),
-        Case("long, sampled rows", reports, (4096,), rows=_edge_rows(4096, (32, 64, 512))),
+        Case("long, sampled rows", reports, (4160,), rows=_edge_rows(4160, (32, 64, 512))),
         Case("large scores 12/2/64", config_of(12, 2, 64, 64, SMALL), (150,), sharpness=100.0),
         Case("large scores, D=192", config_of(4, 2, 192, 128, TINY), (93,), sharpness=30.0),
         Case(
