@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 
 from nsa_bench import prefill
-from nsa_bench.gate import gate_case
+from nsa_bench.gate import gate_case, long_cases
 from nsa_bench.render import tables
 from nsa_bench.shapes import parse_shape
 from nsa_core.plan import default_plan
+from nsa_core.plan.registry import discover
 from nsa_verify.problems.combination import Combination
 
 
@@ -54,20 +55,26 @@ def test_the_plan_of_long_sequences_is_judged_and_timed_separately(
 
 
 def test_long_calls_are_judged_on_a_case_of_their_own(run, registry_with, monkeypatch):
-    def by_length(config, device, seed, length=0):
-        case = gate_case(config, device, seed)
-        return dataclasses.replace(case, name="long") if length >= 64 else case
+    def cases(registry, backends, config, device, seed, longest):
+        long = dataclasses.replace(gate_case(config, device, seed), name=f"as of {longest}")
+        return [long] if longest >= 64 else []
 
-    monkeypatch.setattr(prefill, "gate_case", by_length)
     auto = (Combination({}, name="auto"),)
-    result = run(registry_with("other"), lengths=[40, 64, 72], phases=["forward"], combos=auto)
-    assert [gate.case == "long" for gate in result.gates] == [False, True]
+    options = {"phases": ["forward"], "combos": auto}
+    monkeypatch.setattr(default_plan, "PLANNED_LENGTHS", (64,))
+    monkeypatch.setattr(prefill, "long_cases", cases)
+    result = run(registry_with("other"), lengths=[72, 40, 64], **options)
+    assert [gate.case == "as of 72" for gate in result.gates] == [False, True]
 
 
-@pytest.mark.parametrize(("blocks", "least"), [((), 4127), ((64, 64, 64, 8, 256), 16447)])
-def test_on_a_gpu_the_case_of_long_calls_has_256_compressed_tokens(blocks, least):
-    config = parse_shape("64/4/128").config(*[blocks] * bool(blocks))
-    tokens = [gate_case(config, "cuda:1", 0, n).lengths[0] for n in (0, least - 1, least, 2**20)]
-    assert tokens[0] == tokens[1] < 1200
-    assert tokens[2:] == [least] * 2
-    assert gate_case(config, "cpu", 0, 2**20) == gate_case(config, "cpu", 0)
+def test_a_gpu_has_a_case_of_the_length_that_reaches_every_kernel():
+    """fa2 states 16512 tokens for cmp, and none for win."""
+    registry, config = discover(), parse_shape("64/4/128").config()
+
+    def tokens(slot, backend, device, longest):
+        cases = long_cases(registry, {slot: backend}, config, device, 0, longest)
+        return [case.tokens for case in cases]
+
+    assert [tokens("cmp", "fa2", "cuda:1", n) for n in (1153, 1154, 2**20)] == [[], [1154], [16512]]
+    assert tokens("win", "fa2", "cuda:1", 2**20) == tokens("cmp", "sdpa", "cuda", 2**20) == []
+    assert tokens("cmp", "fa2", "cpu", 2**20) == []

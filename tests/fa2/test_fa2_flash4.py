@@ -22,12 +22,13 @@ from nsa_backend_fa2 import cmp, flash4, fold_strided, padding, providers, rank,
 from nsa_backend_fa2.plugin import nsa_register_backends
 from nsa_backend_fa2.providers import Attention, Packed, Source
 from nsa_backend_sdpa.probe import CUDNN_LONG_RANK
-from nsa_bench.gate import gate_case
+from nsa_bench.gate import gate_case, long_cases
 from nsa_bench.result import read_result
 from nsa_bench.shapes import parse_shape
 from nsa_core.contract import Rank, Reason, Request, SlotCall
 from nsa_core.dryrun import PeakBytes, rounded
 from nsa_core.layout import BlockGeometry
+from nsa_core.plan.registry import discover
 from nsa_verify.conformance.points import Point
 from nsa_verify.problems.cases import quick_cases
 from slot_requests import make_request
@@ -78,11 +79,11 @@ def test_it_takes_long_causal_calls(
 def test_verify_and_the_gate_of_bench_judge_it(installed: Library) -> None:
     """Their short cases run cmp on FlashAttention-2."""
     quick = next(case for case in quick_cases() if case.name == "long")
-    config = parse_shape("64/4/128").config()
-    for case in (quick, gate_case(config, "cuda", 0, 8192)):
-        request = Point(case, "bfloat16").request("cmp", "cuda", (9, 0), needs_grad=True)
-        assert flash4.serves(request)
-        assert not flash4.serves(dataclasses.replace(request, seq_len=case.tokens - 32))
+    gate = (parse_shape("64/4/128").config(), "cuda", 0)
+    (long,) = long_cases(discover(), {"cmp": "fa2"}, *gate, 8192)
+    cases = (quick, long, gate_case(*gate))
+    requests = [Point(case, "bfloat16").request("cmp", "cuda", (9, 0)) for case in cases]
+    assert [flash4.serves(request) for request in requests] == [True, True, False]
 
 
 @pytest.mark.parametrize("capability", [None, (8, 0), (8, 9), (12, 0)])

@@ -12,15 +12,21 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
+import json
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from nsa_verify.conformance.points import Point
+from nsa_verify.drawn.draw import draw
+from nsa_verify.problems.cases import full_cases
+
 triton = pytest.importorskip("triton")
 tl = importlib.import_module("triton.language")
 compile_table = importlib.import_module("compile_table")
 offline = importlib.import_module("offline")
+configs = importlib.import_module("nsa_backend_triton.host.configs")
 
 SLOTS = ("cmp", "select", "sel", "win", "combine")
 # of groups of at most 8 query heads, from 16384 tokens on
@@ -174,3 +180,21 @@ def test_kernels_compile_with_each_and_all_integers_specialized(architecture: in
         for value in (1, 16) if names else ():
             cost = offline.cost(offline.with_values(launch, dict.fromkeys(names, value)))
             assert cost.shared <= offline.SHARED[architecture], (launch.name, value)
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_nsa_verify_reaches_every_kernel(architecture: int) -> None:
+    """Of prefill, with ``--preset full``: long calls of small groups have kernels of their own."""
+    reached: set[str] = set()
+    for slot in SLOTS:
+        drawn = (x.case(str(x)) for x in draw(slot, "quick", ("bfloat16",)))
+        for case, deterministic in itertools.product((*full_cases(), *drawn), (False, True)):
+            point = Point(case, "bfloat16", deterministic)
+            request = point.request(slot, "cuda", divmod(architecture, 10), needs_grad=True)
+            if not configs.missing(request, architecture):
+                reached |= {x.name for x in compile_table.launches(request, architecture)}
+                if slot == "cmp":
+                    reached |= {x.name for x in compile_table.core_launches(request, architecture)}
+    rows = json.loads(compile_table.FILE.read_text())["rows"]
+    kernels = {row["kernel"] for row in rows if not row["slot"].startswith("step")}
+    assert kernels - reached == set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -14,6 +14,7 @@ from nsa_bench.shapes import Shape
 from nsa_bench.timing import TimeUp
 from nsa_core.config import NSAConfig
 from nsa_core.plan.plan import Plan
+from nsa_core.plan.registry import Registry
 from nsa_core.util.text import describe_error
 from nsa_verify.checks.decode_fused import fused_step
 from nsa_verify.checks.decode_parity import decode_parity
@@ -27,47 +28,68 @@ from nsa_verify.problems.steps import Step
 
 Judge = Callable[[], list[str]]
 NOT_CORRECT = "not correct: its gate failed"  # reason of a measurement without a time
-# Complete compressed tokens from which on a backend may run cmp by other kernels; FlashAttention-4
-# begins here. The default blocks have as many at 4127 tokens.
-LONG = 256
 
 
-def gate_case(config: NSAConfig, device: str, seed: int, length: int = 0) -> Case:
+def gate_case(config: NSAConfig, device: str, seed: int) -> Case:
     """Return a small case for a configuration, with at most two key/value heads.
 
     The group size, head widths, l, d and l' stay the same. On a GPU n and w stay the same too; on
     the CPU n = 4 blocks (or the number of always-selected blocks, if larger) and w = l' keep the
     case short. About a hundred query rows are judged, and the gradients of all key rows.
-
-    Args:
-        config: The configuration.
-        device: "cuda", "cuda:1" or "cpu".
-        seed: Seed of the inputs.
-        length: Tokens of the calls that follow. On a GPU, long ones get a case of LONG compressed
-            tokens, so that the kernels of long calls are judged.
     """
-    kv, geometry = min(2, config.n_kv_heads), config.geometry
+    geometry = config.geometry
     n, window = geometry.num_selected_blocks, geometry.window_size
-    shortest = 0
-    if device.startswith("cuda"):
-        long = LONG * geometry.compress_stride + geometry.compress_block_size - 1
-        shortest = long if length >= long else 0
-    else:
+    if not device.startswith("cuda"):
         n, window = (
             min(n, max(4, geometry.init_blocks + geometry.local_blocks)),
             min(window, geometry.select_block_size),
         )
-    heads = kv * (config.n_heads // config.n_kv_heads)
-    small = dataclasses.replace(
-        config, n_heads=heads, n_kv_heads=kv, num_selected_blocks=n, window_size=window
-    )
-    block = geometry.select_block_size
-    tokens = max((n + 2) * block + 1, shortest)
+    small = dataclasses.replace(config, num_selected_blocks=n, window_size=window)
     # Fewer rows would not do: if only one judged query sees a key, that query's whole error goes
     # into the bias of dv.
-    rows = {*range(0, tokens, max(3, tokens // 96)), geometry.compress_block_size - 1, tokens - 1}
-    name = f"{Shape.of(small).name} S={tokens} n={n} w={window}, {len(rows)} rows"
-    return Case(name, small, (tokens,), rows=tuple(sorted(rows)), seed=seed)
+    return _case(small, (n + 2) * geometry.select_block_size + 1, rows=96, groups=2, seed=seed)
+
+
+def long_cases(
+    registry: Registry,
+    backends: Mapping[str, str],
+    config: NSAConfig,
+    device: str,
+    seed: int,
+    longest: int,
+) -> list[Case]:
+    """Return the case for the kernels of long calls, on a GPU; [] if there are none.
+
+    Some backends run other kernels from a length on (SlotSpec.warmup_tokens). The case has that
+    length, and one key/value head. About fifty query rows are judged.
+
+    Args:
+        registry: The installed backends.
+        backends: slot -> backend.
+        config: The configuration of the calls.
+        device: "cpu", "cuda" or "cuda:1".
+        seed: Seed of the inputs.
+        longest: Tokens of the longest call.
+    """
+    if not device.startswith("cuda"):
+        return []
+    slots = [(registry.get(name).spec, slot) for slot, name in backends.items()]
+    reached = [spec.slots[slot].warmup_tokens for spec, slot in slots if spec is not None]
+    tokens = min(longest, max(reached, default=0))
+    small = gate_case(config, device, seed)
+    return [_case(config, tokens, rows=48, groups=1, seed=seed)] if tokens > small.tokens else []
+
+
+def _case(config: NSAConfig, tokens: int, *, rows: int, groups: int, seed: int) -> Case:
+    """Return a case of at most ``groups`` kv heads, with about ``rows`` judged query rows."""
+    kv, geometry = min(groups, config.n_kv_heads), config.geometry
+    heads = kv * (config.n_heads // config.n_kv_heads)
+    small = dataclasses.replace(config, n_heads=heads, n_kv_heads=kv)
+    judged = {*range(0, tokens, max(3, tokens // rows))}
+    judged |= {geometry.compress_block_size - 1, tokens - 1}
+    blocks = f"n={geometry.num_selected_blocks} w={geometry.window_size}"
+    name = f"{Shape.of(small).name} S={tokens} {blocks}, {len(judged)} rows"
+    return Case(name, small, (tokens,), rows=tuple(sorted(judged)), seed=seed)
 
 
 def judge_plan(

@@ -17,7 +17,7 @@ import torch
 from nsa_bench import cells, entries, isolation
 from nsa_bench.baselines import Baseline
 from nsa_bench.cells import Cell
-from nsa_bench.gate import gate_case, judge_plan
+from nsa_bench.gate import gate_case, judge_plan, long_cases
 from nsa_bench.rivals import check_rivals
 from nsa_bench.roofline import Peaks
 from nsa_bench.run import Bench, Subject
@@ -29,7 +29,6 @@ from nsa_core.errors import InvalidInput
 from nsa_core.plan.default_plan import planned_length
 from nsa_core.plan.plan import Plan, resolve
 from nsa_core.plan.registry import Registry
-from nsa_verify.problems.cases import Case
 from nsa_verify.problems.combination import ready_combinations
 
 
@@ -90,32 +89,31 @@ class PrefillBench(Bench):
         combos = list(s.combos) or ready_combinations(
             self.registry, config, subjects.options(problem.dtype)
         )
-        small = gate_case(config, s.device, s.seed).config
-        cases: dict[int | None, dict[str, Case]] = {}  # tokens of the plan -> name -> case
-        for length in sorted(s.lengths):
-            case = gate_case(config, s.device, s.seed, length)
-            cases.setdefault(planned_length(length, False), {})[case.name] = case
-        judged = []
-        for seq_len, combo in itertools.product(cases, combos):
+        small, judged = gate_case(config, s.device, s.seed), []
+        longest = {planned_length(length, False): length for length in sorted(s.lengths)}
+        for seq_len, combo in itertools.product(longest, combos):
             if self._stop.received:
                 return
             options = subjects.options(problem.dtype, seq_len)
             named = dataclasses.replace(options, backends=dict(combo.backends))
             plan, gate_plan = (
-                resolve(each, named, registry=self.registry) for each in (config, small)
+                resolve(each, named, registry=self.registry) for each in (config, small.config)
             )
             subjects.add(combo.name, problem, seq_len, plan)
             where = f"{problem.shape} {problem.dtype}"
             entries.record_backends(self._combos, combo.name, plan, where, seq_len)
             backends = {slot: choice.backend for slot, choice in gate_plan.choices.items()}
-            for name, case in cases[seq_len].items():
-                if (combo, backends, name) in judged:
+            target = (config, s.device, s.seed, longest[seq_len])
+            for case in (small, *long_cases(self.registry, backends, *target)):
+                if (combo, backends, case.name) in judged:
                     continue
-                judged.append((combo, backends, name))
+                judged.append((combo, backends, case.name))
                 planner = isolation.planner(self.registry, gate_plan, options)
-                target = (case, getattr(torch, problem.dtype), s.device, subjects.gradients)
-                judge = functools.partial(judge_plan, planner, *target)
-                self.judge(combo.name, problem, gate_plan, name, judge)
+                dtype = getattr(torch, problem.dtype)
+                judge = functools.partial(
+                    judge_plan, planner, case, dtype, s.device, subjects.gradients
+                )
+                self.judge(combo.name, problem, gate_plan, case.name, judge)
 
     def plans_of(self, cell: Cell) -> dict[str, Plan]:
         """Return the plan of each combination of a cell."""

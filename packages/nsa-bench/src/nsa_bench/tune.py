@@ -6,13 +6,20 @@ import contextlib
 import dataclasses
 import datetime
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from nsa_bench import isolation
 from nsa_bench.child_call import in_child, not_here
 from nsa_bench.clocks import clock_for
 from nsa_bench.environment import device_name
-from nsa_bench.gate import NOT_CORRECT, failures_of, gate_case, gate_of, judge_plan
+from nsa_bench.gate import (
+    NOT_CORRECT,
+    failures_of,
+    gate_case,
+    gate_of,
+    judge_plan,
+    long_cases,
+)
 from nsa_bench.limits import Limits, lacks_memory
 from nsa_bench.result import Gate
 from nsa_bench.roofline import part_costs
@@ -94,12 +101,11 @@ def tune(
     gates: list[Gate] = []
     records: list[tuned.Record] = []
     name = device_name(candidates.device)
-    case = gate_case(candidates.config, candidates.device, seed, length)
     for use in PHASES:
         of_use = [c for c in candidates.accepted if c.use == use]
         correct = []
         for candidate in of_use:
-            gate = _gate(candidate, case)
+            gate = _gate(candidate, seed, length)
             gates.append(gate)
             if not _is_at_fault(candidate, gate):
                 correct.append(candidate)
@@ -111,16 +117,24 @@ def tune(
     return Tuning(name, times, gates, records)
 
 
-def _gate(candidate: TuneCandidate, case: Case) -> Gate:
+def _gate(candidate: TuneCandidate, seed: int, length: int) -> Gate:
     """Judge a candidate, in a child process if it is isolated."""
-    target = (case, candidate.dtype, candidate.device, candidate.use == "training")
-    judge = functools.partial(judge_plan, candidate.plan, *target)
+    problem = (candidate.config, candidate.device, seed)
+    backends = {candidate.slot: candidate.backend}
+    cases = [gate_case(*problem), *long_cases(candidate.registry, backends, *problem, length)]
+    judge = functools.partial(_judge, candidate, cases)
     run = functools.partial(failures_of, judge)
     if candidate.isolated:
         limits = (candidate.device, float("inf"))
         run = functools.partial(isolation.failures_in_child, judge, *limits)
     combo, shape = f"{candidate.slot}={candidate.backend}", Shape.of(candidate.config).name
-    return gate_of(combo, shape, dtype_name(candidate.dtype), case.name, run)
+    names = "; ".join(case.name for case in cases)
+    return gate_of(combo, shape, dtype_name(candidate.dtype), names, run)
+
+
+def _judge(candidate: TuneCandidate, cases: Sequence[Case]) -> list[str]:
+    target = (candidate.dtype, candidate.device, candidate.use == "training")
+    return [line for case in cases for line in judge_plan(candidate.plan, case, *target)]
 
 
 def _is_at_fault(candidate: TuneCandidate, gate: Gate) -> bool:
