@@ -20,7 +20,7 @@ from nsa_verify.checks.decode_fused import fused_step
 from nsa_verify.checks.decode_parity import decode_parity
 from nsa_verify.checks.slots import judge_run
 from nsa_verify.isolation.call_guard import guarded_calls
-from nsa_verify.problems.cases import Case
+from nsa_verify.problems.cases import Case, spread_rows
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import Findings
 from nsa_verify.problems.slot_runs import run_slots
@@ -45,9 +45,11 @@ def gate_case(config: NSAConfig, device: str, seed: int) -> Case:
             min(window, geometry.select_block_size),
         )
     small = dataclasses.replace(config, num_selected_blocks=n, window_size=window)
+    tokens = (n + 2) * geometry.select_block_size + 1
     # Fewer rows would not do: if only one judged query sees a key, that query's whole error goes
     # into the bias of dv.
-    return _case(small, (n + 2) * geometry.select_block_size + 1, rows=96, groups=2, seed=seed)
+    rows = {*range(0, tokens, max(3, tokens // 96)), geometry.compress_block_size - 1, tokens - 1}
+    return _case(small, tokens, tuple(sorted(rows)), groups=2, seed=seed)
 
 
 def long_cases(
@@ -61,7 +63,7 @@ def long_cases(
     """Return the case for the kernels of long calls, on a GPU; [] if there are none.
 
     Some backends run other kernels from a length on (SlotSpec.warmup_tokens). The case has that
-    length, and one key/value head. About fifty query rows are judged.
+    length, and one key/value head.
 
     Args:
         registry: The installed backends.
@@ -77,19 +79,19 @@ def long_cases(
     reached = [spec.slots[slot].warmup_tokens for spec, slot in slots if spec is not None]
     tokens = min(longest, max(reached, default=0))
     small = gate_case(config, device, seed)
-    return [_case(config, tokens, rows=48, groups=1, seed=seed)] if tokens > small.tokens else []
+    if tokens <= small.tokens:
+        return []
+    return [_case(config, tokens, spread_rows(tokens), groups=1, seed=seed)]
 
 
-def _case(config: NSAConfig, tokens: int, *, rows: int, groups: int, seed: int) -> Case:
-    """Return a case of at most ``groups`` kv heads, with about ``rows`` judged query rows."""
+def _case(config: NSAConfig, tokens: int, rows: tuple[int, ...], *, groups: int, seed: int) -> Case:
+    """Return a case of at most ``groups`` kv heads whose ``rows`` are judged."""
     kv, geometry = min(groups, config.n_kv_heads), config.geometry
     heads = kv * (config.n_heads // config.n_kv_heads)
     small = dataclasses.replace(config, n_heads=heads, n_kv_heads=kv)
-    judged = {*range(0, tokens, max(3, tokens // rows))}
-    judged |= {geometry.compress_block_size - 1, tokens - 1}
     blocks = f"n={geometry.num_selected_blocks} w={geometry.window_size}"
-    name = f"{Shape.of(small).name} S={tokens} {blocks}, {len(judged)} rows"
-    return Case(name, small, (tokens,), rows=tuple(sorted(judged)), seed=seed)
+    name = f"{Shape.of(small).name} S={tokens} {blocks}, {len(rows)} rows"
+    return Case(name, small, (tokens,), rows=rows, seed=seed)
 
 
 def judge_plan(
