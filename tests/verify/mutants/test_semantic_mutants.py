@@ -115,14 +115,3 @@ def test_recorded_scores_are_those_of_all_mutants(
     recorded = {n: entry["check"] for n, entry in RECORDED.items() if entry["preset"] == "quick"}
     found = {name: kill.job for name, kill in result.kills.items()}
     assert found == recorded, sorted(set(found.items()) ^ set(recorded.items()))
-
-
-@pytest.mark.slow
-def test_full_kills_what_quick_misses() -> None:
-    """The survivors of quick that full is recorded to kill die in the recorded job."""
-    todo = {(j.name, j.case.name): j for j in default_jobs("full")}
-    for mutant in ALL:
-        entry = RECORDED[mutant.name]
-        if entry["preset"] == "full":
-            job = todo[entry["check"], entry["case"]]
-            assert failure(job, combination_of(mutant)), mutant.name
