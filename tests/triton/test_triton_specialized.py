@@ -184,7 +184,7 @@ def test_kernels_compile_with_each_and_all_integers_specialized(architecture: in
 
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_nsa_verify_reaches_every_kernel(architecture: int) -> None:
-    """Of prefill, with ``--preset full``: long calls of small groups have kernels of their own."""
+    """The full preset launches each prefill kernel, also those of long calls of small groups."""
     reached: set[str] = set()
     for slot in SLOTS:
         drawn = (x.case(str(x)) for x in draw(slot, "quick", ("bfloat16",)))

@@ -249,8 +249,7 @@ def _edge_rows(s: int, block_sizes: Sequence[int]) -> tuple[int, ...]:
 def spread_rows(s: int) -> tuple[int, ...]:
     """Sample three runs of 24 rows of a long sequence of ``s`` tokens: its ends and its middle.
 
-    Scattered rows would not do: where one judged query alone sees most keys of the window, its
-    whole error goes into the bias of dv.
+    Neighbouring queries share a window, so that most judged keys have several judged queries.
     """
     firsts = (0, s // 2, s - 24)
     return tuple(row for first in firsts for row in range(first, first + 24))
