@@ -111,6 +111,12 @@ def test_each_command_names_the_types_that_it_takes(nsa, tmp_path, command, type
         (["--steps", "3"], "--steps: there is no training without --text"),
         (["--text", "none.txt"], "--text none.txt: No such file or directory"),
         (["--text", "text.txt"], "tokens, but rows of --length 4,096"),
+        (
+            ["--text", "text.txt", "--length", "200"],
+            "nsa: --length must be > 1,024, the tokens that a query selects, got 200; or select"
+            " fewer with --nsa num_selected_blocks=N",
+        ),
+        (["--text", "text.txt", "--lr", "0"], "nsa: --lr must be finite and > 0, got 0.0"),
         (["--dtype", "fp32,bf16"], "--dtype must be one dtype, got float32, bfloat16"),
         (["--out", "dense"], "dense is not empty: it holds config.json, generation_config.json, "),
     ],
@@ -169,7 +175,8 @@ def test_the_last_row_of_the_text_is_measured_and_never_trained_on(
 
     monkeypatch.setattr("nsa_models.hf.first_stage.train_new_parameters", stage)
     sizes = ["--steps", "9", "--length", "200", "--batch", "2", "--lr", "0.02"]
-    result = nsa("convert", "--checkpoint", "dense", "--out", "new", "--text", "text.txt", *sizes)
+    folders = ["--checkpoint", "dense", "--out", "new"]
+    result = nsa("convert", *folders, *SET, "--text", "text.txt", *sizes)
     assert result.code == 0
     assert re.search(r"(?m)^ +0 +50.0% +25.0%$", result.out)
     ((batches, settings),) = calls

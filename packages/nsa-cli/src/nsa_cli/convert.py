@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,7 +90,7 @@ def convert(
         ),
     ] = 4096,
     batch: Annotated[int, typer.Option(help="Rows per training step.", min=1)] = 1,
-    lr: Annotated[float, typer.Option(help="Learning rate on --text.", min=0.0)] = 1e-3,
+    lr: Annotated[float, typer.Option(help="Learning rate on --text.")] = 1e-3,
     seed: Annotated[int, advanced(help="Seed of the new parameters and of the rows.")] = 0,
     device: Device = "auto",
     threads: Threads = 1,
@@ -104,6 +104,8 @@ def convert(
     if text is None:
         unused = options_on_command_line(context) & set(_STAGE)
         refuse_options(sorted(unused), "there is no training without --text")
+    if not lr > 0:
+        raise InvalidInput(f"--lr must be finite and > 0, got {lr}")
     need_extras("nsa convert", ["transformers"])
     fields, layers = _fields(nsa or []), _layers(nsa_layers)
     check_checkpoint(checkpoint)
@@ -124,9 +126,14 @@ def convert(
     folder = open_dense(checkpoint)
     with errors_name_options({name: name for name in ("nsa", "nsa_layers")}):
         fields = fields_for(folder, fields, layers)
-    tokens = (
-        None if text is None or content is None else _read_tokens(folder, text, content, length)
-    )
+    tokens = None
+    if text is not None and content is not None:
+        if length <= (selected := _selected_tokens(fields)):
+            raise InvalidInput(
+                f"--length must be > {selected:,}, the tokens that a query selects, got {length:,};"
+                " or select fewer with --nsa num_selected_blocks=N"
+            )
+        tokens = _read_tokens(folder, text, content, length)
     torch.manual_seed(seed)
     dense = load_model(folder, dtype)
     conversion = convert_model(dense, fields, chosen, layers)
@@ -143,11 +150,15 @@ def convert(
 
 def _training(conversion: Conversion, out: Path) -> list[str]:
     """Return the options that train the converted model, on rows in which it selects blocks."""
-    nsa = conversion.model.config.nsa or {}
-    selected = nsa.get("num_selected_blocks", 16) * nsa.get("select_block_size", 64)
+    selected = _selected_tokens(conversion.model.config.nsa)
     data = "python-docs" if (out / TOKENIZER).exists() else "recall"
     words = ["--checkpoint", str(out), "--data", data, "--out", output.unused(f"{out}-trained")]
     return words + ["--length", str(4 * selected)] * (4 * selected > 256)
+
+
+def _selected_tokens(nsa: Mapping[str, Any]) -> int:
+    selected: int = nsa.get("num_selected_blocks", 16) * nsa.get("select_block_size", 64)
+    return selected
 
 
 def _fields(pairs: Sequence[str]) -> dict[str, Any]:
