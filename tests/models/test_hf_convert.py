@@ -270,6 +270,7 @@ def test_models_of_other_kinds_are_refused():
         (nsa_model(), "got 'nsa_llama': the model has NSA already"),
         (quantised, "quantization_config"),
         (extra, r"0.self_attn.sinks has no place in the model with NSA"),
+        (dense_model().to("meta"), "weights on the meta device, for example because device_map"),
     ):
         with pytest.raises(InvalidInput, match=message):
             hf.convert(model)

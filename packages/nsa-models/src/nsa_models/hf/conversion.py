@@ -76,9 +76,10 @@ def convert(
         parameters that were carried over and of the new ones.
 
     Raises:
-        InvalidInput: The model is of another kind, is quantised or has adapters, or NSA cannot
-            express its attention; a field of ``nsa`` is wrong; or ``nsa_layers`` names no layer, or
-            one that the model does not have. The message names the field or the parameters.
+        InvalidInput: The model is of another kind, is quantised, has adapters or weights on the
+            meta device, or NSA cannot express its attention; a field of ``nsa`` is wrong; or
+            ``nsa_layers`` names no layer, or one that the model does not have. The message names
+            the field or the parameters.
 
     Example:
         >>> dense = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
@@ -135,6 +136,11 @@ def _class_for(model: Any) -> Any:
     dense_class = model_class.__bases__[1]
     if not isinstance(model, dense_class):
         raise InvalidInput(f"model must be a {dense_class.__name__}, got {type(model).__name__}")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise InvalidInput(
+            "model has weights on the meta device, for example because device_map offloads them:"
+            " load it on devices that hold all layers, such as device_map='cpu'"
+        )
     return model_class
 
 
@@ -207,10 +213,9 @@ def _check_names(carried: Mapping[str, torch.Tensor], ours: Mapping[str, torch.T
 
 def _move_new_parameters(converted: Any, new: set[str], dense: Any) -> None:
     """Move new parameters and buffers to the dtype and device of the layer's other parameters."""
-    if dense.device.type != "meta":
-        for name, buffer in dense.named_buffers():
-            owner, _, leaf = name.rpartition(".")
-            setattr(converted.get_submodule(owner), leaf, buffer.clone())
+    for name, buffer in dense.named_buffers():
+        owner, _, leaf = name.rpartition(".")
+        setattr(converted.get_submodule(owner), leaf, buffer.clone())
     for name in new:
         parameter, attention = converted.get_parameter(name), name.split(".self_attn.")[0]
         reference = converted.get_parameter(f"{attention}.self_attn.out.weight")
