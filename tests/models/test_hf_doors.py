@@ -289,7 +289,7 @@ def test_generate_passes_no_positions():
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "boundaries of row 0": (
         {"cu_seq_lens_q": torch.tensor([0, 20, 60], dtype=torch.int32), "max_length_q": 40},
-        r"boundaries of the 2 rows laid end to end, from 0 to 2 \* 60 = 120 .*, got \[0, 20, 60\]",
+        r"boundaries of the 2 rows laid end to end, ascending from 0 to 2 .*, got \[0, 20, 60\]",
     ),
     "boundaries of rows side by side": (
         {"cu_seq_lens_q": torch.tensor([[0, 20, 60], [0, 30, 60]])},
@@ -306,6 +306,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a document in two rows": (
         {"cu_seq_lens_q": torch.tensor([0, 20, 120])},
         r"with every multiple of 60, got \[0, 20, 120\]",
+    ),
+    "boundaries that descend": (
+        {"cu_seq_lens_q": torch.tensor([0, 70, 60, 120])},
+        r"ascending from 0 to .*, got \[0, 70, 60, 120\]",
+    ),
+    "fractions of boundaries": (
+        {"cu_seq_lens_q": torch.tensor([0.0, 60.0, 120.0])},
+        r"cu_seq_lens_q must be integers, got torch\.float32",
     ),
     "boundaries and other positions": (
         {

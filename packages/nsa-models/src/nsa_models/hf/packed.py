@@ -100,6 +100,8 @@ def packed_documents(call: Call, layer: NSAConfig) -> dict[str, Any]:
         is_tensor = isinstance(boundaries, torch.Tensor)
         passed = list(boundaries.shape) if is_tensor else type(boundaries).__name__
         raise InvalidInput(f"cu_seq_lens_q must be a tensor [documents + 1], got {passed}")
+    if boundaries.is_floating_point():
+        raise InvalidInput(f"cu_seq_lens_q must be integers, got {boundaries.dtype}")
     if call.position_ids is not None and checks_values(call.positions()):
         _check_documents(call, layer)
     if call.size[0] != 1 or call.attention_mask is not None:
@@ -127,16 +129,18 @@ def _from_boundaries(call: Call) -> dict[str, Any]:
     """Return the arguments of the layers for documents between boundaries. Synchronises.
 
     Raises:
-        InvalidInput: They end elsewhere, or a document has tokens of two rows.
+        InvalidInput: They descend or end elsewhere, or a document has tokens of two rows.
     """
     (rows, columns), boundaries = call.size, call.boundaries
     starts_of_rows = range(0, rows * columns + 1, columns)
     _check_readable("cu_seq_lens_q of several rows, or of rows with padding,", boundaries)
     bounds = boundaries.tolist()
-    if bounds[-1:] != [rows * columns] or not set(starts_of_rows) <= set(bounds):
+    is_ascending = bounds == sorted(bounds) and bounds[-1:] == [rows * columns]
+    if not is_ascending or not set(starts_of_rows) <= set(bounds):
         raise InvalidInput(
-            f"cu_seq_lens_q must hold the boundaries of the {rows} rows laid end to end, from 0 to"
-            f" {rows} * {columns} = {rows * columns} with every multiple of {columns}, got {bounds}"
+            f"cu_seq_lens_q must hold the boundaries of the {rows} rows laid end to end, ascending"
+            f" from 0 to {rows} * {columns} = {rows * columns} with every multiple of {columns},"
+            f" got {bounds}"
         )
     document = token_positions(boundaries.cpu(), rows * columns).document.view(call.size)
     lengths = [
