@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from statistics import fmean
 
@@ -305,6 +306,25 @@ def test_the_first_stage_trains_only_new_parameters_and_measures_the_mass():
     assert graded <= set(new)
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     assert frozen == ["model.norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "passed"),
+    [
+        (torch.ones(2, 1, dtype=torch.long), r"\[2, 1\] int64"),
+        (torch.ones(60, dtype=torch.long), r"\[60\] int64"),
+        (torch.ones(2, 60), r"\[2, 60\] float32"),
+        ({"input_ids": [1, 2]}, "dict"),
+    ],
+)
+def test_a_batch_without_next_tokens_changes_nothing(batch, passed):
+    model = hf.convert(dense_model(), NSA).model
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(InvalidInput, match=rf"batch 1 of batches must be .* got {passed}$"):
+        list(hf.train_new_parameters(model, [batch]))
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    with pytest.raises(InvalidInput, match=r"tokens must be an integer tensor \[T\], of rows of 1"):
+        hf.selected_mass(model, [1, 2])
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
 from nsa_core.limits import integer_problems
 from nsa_models.hf.attention import NSASelfAttention
@@ -50,7 +51,7 @@ def train_new_parameters(
 
     Args:
         model: A model with NSA, for example from :func:`nsa_models.hf.convert`.
-        batches: Token batches, integer [B, S], one per step, on any device.
+        batches: Token batches, integer [B, S] with S >= 2, one per step, on any device.
         learning_rate: The learning rate of AdamW.
         measure: Integer [T], a text on which :func:`selected_mass` is measured; None: never.
         measure_every: Number of steps between two measurements. The first is before training, and
@@ -60,7 +61,8 @@ def train_new_parameters(
         The progress: before training if ``measure`` is given, and after every step.
 
     Raises:
-        InvalidInput: The model has no NSA layer, or a number is out of range.
+        InvalidInput: The model has no NSA layer, a number is out of range, or a batch is no such
+            tensor.
     """
     problems = integer_problems("measure_every", measure_every)
     if not 0 < learning_rate < math.inf:
@@ -74,6 +76,7 @@ def train_new_parameters(
     progress = None
     with _only_trainable(model, parameters):
         for step, batch in enumerate(batches, 1):
+            _check_tokens(f"batch {step} of batches", batch, "[B, S]", 2)
             model.train()
             tokens = batch.to(model.device)
             with torch.enable_grad():
@@ -130,6 +133,19 @@ def _only_trainable(model: Any, parameters: list[torch.nn.Parameter]) -> Iterato
         model.train(was_training)
 
 
+def _check_tokens(name: str, tokens: Any, axes: str, least: int) -> None:
+    """Check that ``tokens`` is an integer tensor with ``axes`` and rows of ``least`` tokens."""
+    passed = type(tokens).__name__
+    if isinstance(tokens, torch.Tensor):
+        passed = f"{list(tokens.shape)} {dtype_name(tokens.dtype)}"
+        has_rows = tokens.dim() == axes.count(",") + 1 and tokens.shape[-1] >= least
+        if has_rows and not tokens.is_floating_point():
+            return
+    raise InvalidInput(
+        f"{name} must be an integer tensor {axes}, of rows of {least} tokens or more, got {passed}"
+    )
+
+
 def _measured(model: Any, tokens: torch.Tensor, progress: StageProgress) -> StageProgress:
     masses = selected_mass(model, tokens)
     return progress._replace(
@@ -151,12 +167,11 @@ def selected_mass(model: Any, tokens: torch.Tensor, rows: int = 256) -> list[Mas
         One entry per layer; see :class:`nsa_models.lm.mass.Mass`.
 
     Raises:
-        InvalidInput: The model has no NSA layer, ``tokens`` is not 1-D, or the text is not longer
-            than the blocks that a token selects.
+        InvalidInput: The model has no NSA layer, ``tokens`` is no integer tensor [T], or the text
+            is not longer than the blocks that a token selects.
     """
     layers = _layers(model)
-    if tokens.dim() != 1:
-        raise InvalidInput(f"tokens must be one document [T], got {list(tokens.shape)}")
+    _check_tokens("tokens", tokens, "[T]", 1)
     inputs: dict[int, torch.Tensor] = {}
 
     def keep_input(layer: Any, args: Any, options: dict[str, Any]) -> None:
