@@ -110,6 +110,7 @@ def test_padding_changes_neither_logits_nor_gradients(kind, side):
     for row, prompt in enumerate(prompts):
         actual = batch.logits[row][mask[row].bool()]
         assert torch.allclose(actual, model(prompt).logits[0], rtol=0, atol=1e-12)
+    assert model(ids[:0], attention_mask=mask[:0]).logits.shape == (0, 75, 61)
     tokens = mask.sum() - len(prompts)
     model(ids, attention_mask=mask, labels=labels, num_items_in_batch=tokens).loss.backward()
     grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}

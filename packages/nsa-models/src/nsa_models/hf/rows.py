@@ -62,7 +62,7 @@ def nsa_mask(
     counts: list[int] | None = None
     if not torch.compiler.is_compiling():
         counts = is_token.sum(1).tolist()  # one synchronisation per forward
-        if min(counts) == q_length:
+        if sum(counts) == len(counts) * q_length:
             return None
     order = (~is_token).to(torch.uint8).argsort(dim=1, stable=True)
     return TokenRows(is_token, order, order.argsort(dim=1), counts)
