@@ -131,6 +131,23 @@ def test_a_cache_grows_is_copied_cropped_and_continued():
     assert torch.allclose(model(ids[[0, 1, 1]], past_key_values=cache).logits[:2], expected)
 
 
+@pytest.mark.parametrize("states_mask", [True, False])
+def test_a_limit_that_no_memory_holds_takes_that_of_the_tokens(states_mask):
+    model, (ids, mask, _) = nsa_model(dtype=torch.float64), padded_batch((40, 33))
+    options = {"attention_mask": mask} if states_mask else {}
+    expected = generate(model, ids, mask, do_sample=False)
+    output = model.generate(
+        ids,
+        max_new_tokens=2**31,
+        stopping_criteria=[lambda tokens, scores, **_: torch.full((2,), tokens.shape[1] == 64)],
+        do_sample=False,
+        return_dict_in_generate=True,
+        **options,
+    )
+    assert torch.equal(output.sequences[:, 40:], expected)
+    assert output.past_key_values.layers[0].state.max_len == 40 + 4096
+
+
 @torch.no_grad()
 def test_the_tokens_of_a_second_turn_may_be_padded_too():
     model = nsa_model(dtype=torch.float64)

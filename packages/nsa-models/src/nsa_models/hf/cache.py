@@ -15,6 +15,8 @@ from nsa_core.limits import check_integers
 from nsa_core.torch_ops.torch_state import dtype_of_products
 from nsa_models.hf.rows import TokenRows
 
+GROWTH = 2**16  # tokens; a full cache is enlarged by its size, and by at most this number
+
 
 class NSACacheLayer(CacheLayerMixin):
     """The cache of one layer, allocated by the first call and enlarged on demand.
@@ -84,7 +86,8 @@ class NSACacheLayer(CacheLayerMixin):
             )
             self.is_initialized = True
         elif needed > self.state.max_len:
-            self.state = resized(self.state, max(needed, 2 * self.state.max_len))
+            more = min(self.state.max_len, GROWTH)
+            self.state = resized(self.state, max(needed, self.state.max_len + more))
         return self.state
 
     @property

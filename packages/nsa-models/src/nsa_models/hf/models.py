@@ -49,6 +49,8 @@ from nsa_models.hf.rows import nsa_mask
 
 # Assisted generation removes at most the candidates of one round, of which there are few.
 MAX_ROLLBACK = 1024
+# New tokens for which `generate` allocates memory at once. Many texts end long before their limit.
+NEW_TOKENS = 4096
 
 
 class _NSACausalLM(NSAPreTrained):
@@ -171,8 +173,11 @@ class _NSACausalLM(NSAPreTrained):
         rolls_back = generation_config.is_assistant or (
             generation_mode == GenerationMode.ASSISTED_GENERATION
         )
+        mask = model_kwargs.get("attention_mask")
+        allocated = NEW_TOKENS if mask is None else mask.shape[-1] + NEW_TOKENS
         model_kwargs[CACHE] = self.new_cache(
-            max_cache_length, min(max_cache_length, MAX_ROLLBACK) if rolls_back else 0
+            min(max_cache_length, allocated),
+            min(max_cache_length, MAX_ROLLBACK) if rolls_back else 0,
         )
 
 
