@@ -421,6 +421,29 @@ def test_positions_that_do_not_continue_the_cache_are_refused():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("nsa_layers", [None, [1]])
+def test_a_mask_that_contradicts_the_cache_is_refused(nsa_layers):
+    """The cache holds no padding, and so cannot hide or show a token later."""
+    model = nsa_model(nsa_layers=nsa_layers)
+    ids, mask, _ = padded_batch((50, 30))
+    whole = torch.cat([mask, torch.ones(2, 1)], 1)
+    for earlier, later, message in (
+        (None, whole, r"attention_mask\[1, 0\] is 0, but was 1 in the call that filled past_key_"),
+        (mask, torch.ones(2, 51), r"attention_mask\[1, 0\] is 1, but was 0 in the call that"),
+    ):
+        for dtype in (torch.float32, torch.bool, torch.int64):
+            cache = model.new_cache()
+            model(ids, attention_mask=earlier, past_key_values=cache)
+            with pytest.raises(InvalidInput, match=message):
+                model(ids[:, :1], attention_mask=later.to(dtype), past_key_values=cache)
+            assert cache.get_seq_length() == 50
+        for mask_of_one in (later[:1], None):
+            with pytest.raises(InvalidInput, match="has 1 sequences, but past_key_values has 2: "):
+                model(ids[:1, :1], attention_mask=mask_of_one, past_key_values=cache)
+    model(ids[:, :1], attention_mask=whole, past_key_values=cache)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("compress", ["mlp", "mean"])
 def test_documents_start_anywhere_unless_phi_compresses_rotated_keys(compress):
     """The mean of rotated keys rotates with them; results of other kinds of phi do not."""

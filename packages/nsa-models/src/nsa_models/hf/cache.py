@@ -232,18 +232,39 @@ class NSAModelCache(Cache):
         state = self._first.state
         return [0] * batch if state is None else state.host_lengths()
 
-    def check_complete(self) -> None:
-        """Check that all layers have the same columns.
+    def check_complete(self, batch: int) -> None:
+        """Check that the cache has ``batch`` sequences, and all layers the same columns.
 
         Raises:
-            InvalidInput: They do not, because a call raised an error in one of them.
+            InvalidInput: It has another number of them; or the columns differ, because a call
+                raised an error in one of the layers.
         """
+        if self._first.batch_size not in (-1, batch):
+            raise InvalidInput(
+                f"the input has {batch} sequences, but past_key_values has"
+                f" {self._first.batch_size}: use batch_select_indices, or create a new cache"
+            )
         columns = [layer.get_seq_length() for layer in self.layers]
         if min(columns) != max(columns):
             raise InvalidInput(
                 f"past_key_values has layers with {min(columns)} and with {max(columns)} tokens,"
                 " because a call with it ended with an error: call its reset(), or create a new"
                 " cache"
+            )
+
+    def check_mask(self, is_token: torch.Tensor) -> None:
+        """Check that a mask, bool [B, at least columns], has the tokens of the cache.
+
+        Raises:
+            InvalidInput: It has not; the message names the first entry that differs.
+        """
+        held = self.tokens(len(is_token), is_token.device)
+        if differs := (is_token[:, : held.shape[1]] != held).nonzero().tolist():
+            row, column = differs[0]
+            now, before = int(is_token[row, column]), int(held[row, column])
+            raise InvalidInput(
+                f"attention_mask[{row}, {column}] is {now}, but was {before} in the call that"
+                " filled past_key_values: pass the masks of all calls, side by side"
             )
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -132,9 +132,9 @@ class _NSADecoder(NSAPreTrained):
 
         Args:
             input_ids: Integer [B, S].
-            attention_mask: [B, S] with the tokens of a cache before the input: 1 at tokens, and 0
-                at padding, on either side. Other values are an error, of integers on a GPU only
-                with NSA_CHECK=1; compiled calls do not check them.
+            attention_mask: [B, S] with the tokens of a cache before the input, as in earlier calls:
+                1 at tokens, and 0 at padding, on either side. Other values are an error, on a GPU
+                only of floats or with NSA_CHECK=1; compiled calls do not check them.
             position_ids: Integers [B, S], or [1, S] for all rows. A token whose position does not
                 follow that of the token before it starts a document, at any position. Beside a
                 cache, a row has one document, whose positions start at 0 and follow those of the
@@ -165,6 +165,8 @@ class _NSADecoder(NSAPreTrained):
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         if inputs is not None:  # otherwise the dense decoder raises
             call = Call(inputs.shape[:2], attention_mask, position_ids, cache, kwargs)
+            if cache is not None:
+                cache.check_complete(inputs.shape[0])
             has_dense = len(self.nsa_layers) < len(self.layers)
             if check_divided_call(self.first_nsa, has_dense, call):
                 call = call._replace(position_ids=None)
@@ -218,7 +220,6 @@ class _NSADecoder(NSAPreTrained):
                 "past_key_values is passed to a model in training with activation checkpointing,"
                 " which computes without a cache: call the model under torch.no_grad()"
             )
-        cache.check_complete()
 
     def new_cache(self, max_len: int = 0, max_rollback: int = 0) -> NSAModelCache:
         """Create an empty cache for ``past_key_values``.
@@ -243,12 +244,13 @@ class _NSADecoder(NSAPreTrained):
 def _check_mask(call: Call) -> None:
     """Check the shape of ``attention_mask``, and its values.
 
-    Reads a mask of floats, which may be an additive one, and an integer one on the CPU or with
+    Reads a mask of floats, which may be an additive one, and another one on the CPU or with
     NSA_CHECK=1. Only a mask that is read on a GPU synchronises.
 
     Raises:
         InvalidInput: It is no tensor with one entry per token of the cache and of the input, or has
-            other values than 0 and 1, or it has floats and no 1.
+            other values than 0 and 1, or it has floats and no 1; or it differs from the masks of
+            the calls that filled the cache.
     """
     mask: Any = call.attention_mask
     if mask is None:
@@ -262,7 +264,7 @@ def _check_mask(call: Call) -> None:
             f" the input, got {passed}"
         )
     is_float = mask.is_floating_point()
-    if mask.dtype == torch.bool or not has_values(mask) or not (is_float or checks_values(mask)):
+    if not has_values(mask) or not (is_float or checks_values(mask)):
         return
     wrong = mask[mask != mask.bool().to(mask.dtype)]
     if is_float and not mask.any():  # all padding, or an additive mask without padding
@@ -274,6 +276,8 @@ def _check_mask(call: Call) -> None:
             " an additive mask (0 marks tokens), position_ids if each token has the number of its"
             " document, or else mask != 0"
         )
+    if call.cache is not None and checks_values(mask):
+        call.cache.check_mask(mask.bool())
 
 
 class NSALlamaModel(_NSADecoder, LlamaModel):
