@@ -181,6 +181,24 @@ def test_a_cache_grows_is_copied_cropped_reordered_and_continued(pair):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("pair", ["dense first"], indirect=True)
+def test_a_refused_operation_leaves_the_cache_unchanged(pair):
+    model, plain = pair
+    ids, cache = torch.randint(1, 61, (2, 41)), model.new_cache()
+    model(ids[:, :40], past_key_values=cache)
+    for operation, argument in (
+        (cache.batch_select_indices, torch.tensor([-1])),
+        (cache.batch_repeat_interleave, 0),
+        (cache.reorder_cache, torch.tensor([0])),
+    ):
+        with pytest.raises(InvalidInput):
+            operation(argument)
+    logits = model(ids[:, 40:], past_key_values=cache).logits
+    for row in range(2):
+        assert close(logits[row], alone(plain, ids[row : row + 1])[40:])
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("pair", ["dense first", "one NSA layer"], indirect=True)
 def test_the_tokens_of_a_second_turn_may_be_padded_too(pair):
     model, plain = pair

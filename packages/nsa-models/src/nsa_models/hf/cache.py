@@ -164,12 +164,6 @@ class NSACacheLayer(CacheLayerMixin):
         self.state = resized(self.state, self.state.max_len, rows)
         self.padded = [(first, is_token[rows]) for first, is_token in self.padded]
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence ``repeats`` times."""
-        self.batch_select_indices(
-            [b for b in range(max(self.batch_size, 0)) for _ in range(repeats)]
-        )
-
     def __deepcopy__(self, memo: dict[int, Any]) -> NSACacheLayer:
         copied = NSACacheLayer(self.attn, self.max_len, self.max_rollback)
         if self.state is not None:
@@ -214,6 +208,11 @@ class NSAModelCache(Cache):
     @property
     def _first(self) -> NSACacheLayer:
         return next(layer for layer in self.layers if isinstance(layer, NSACacheLayer))
+
+    @property
+    def _strict_first(self) -> list[NSACacheLayer | DynamicLayer]:
+        """The layers, those first that refuse a wrong argument before anything has changed."""
+        return sorted(self.layers, key=lambda layer: isinstance(layer, DynamicLayer))
 
     @property
     def has_padding(self) -> bool:
@@ -269,12 +268,21 @@ class NSAModelCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last columns; see :meth:`NSACacheLayer.crop`."""
-        # The layers that may refuse come first.
-        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, DynamicLayer)):
+        for layer in self._strict_first:
             layer.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder the sequences for beam search. Synchronises once."""
         order = beam_idx.tolist()
-        for layer in self.layers:
+        for layer in self._strict_first:
             layer.reorder_cache(beam_idx if isinstance(layer, DynamicLayer) else order)
+
+    def batch_select_indices(self, indices: Sequence[int] | torch.Tensor) -> None:
+        """Keep only the sequences ``indices``, integers or a bool mask [B]."""
+        for layer in self._strict_first:
+            layer.batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence ``repeats`` times."""
+        batch = max(self._first.batch_size, 0)
+        self.batch_select_indices([b for b in range(batch) for _ in range(repeats)])
