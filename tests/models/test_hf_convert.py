@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, GPT2Config
 
 import nsa_models.hf as hf
-from hf_models import DENSE_CONFIGS, NSA, SIZES, SIZES_OF_KIND, nsa_model, randomize
+from hf_models import DENSE_CONFIGS, NSA, NSA_MODELS, SIZES, SIZES_OF_KIND, nsa_model, randomize
 from nsa_core import InvalidInput, NSAConfig
 from nsa_core.config import COMPRESS_KINDS
 from nsa_core.layer.phi.kinds import mean_compress
@@ -306,6 +306,18 @@ def test_the_first_stage_trains_only_new_parameters_and_measures_the_mass():
     assert graded <= set(new)
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     assert frozen == ["model.norm.weight"]
+
+
+def test_a_dense_checkpoint_is_no_nsa_model(tmp_path):
+    """transformers would load all but the attention, and leave that random."""
+    dense_model("qwen3").save_pretrained(tmp_path)
+    for kind in ("qwen3", "llama"):
+        message = f"must be one of nsa_{kind}, got 'qwen3': .*; run nsa convert first"
+        with pytest.raises(InvalidInput, match=message):
+            NSA_MODELS[kind].from_pretrained(tmp_path)
+    nsa_model("qwen2").save_pretrained(tmp_path)
+    with pytest.raises(InvalidInput, match=r"must be one of nsa_llama, got 'nsa_qwen2'$"):
+        NSA_MODELS["llama"].from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(

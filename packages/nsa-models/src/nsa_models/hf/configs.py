@@ -31,6 +31,7 @@ class NSAConfigMixin:
     """
 
     auto_map: ClassVar[dict[str, str]] = {}
+    model_type: ClassVar[str]
     _attn_implementation_internal: str | None
     num_hidden_layers: int
     nsa_layers: list[int] | str | None
@@ -39,6 +40,18 @@ class NSAConfigMixin:
         if self.nsa_layers is not None:
             self.nsa_layers = layers_with_nsa(self.nsa_layers, self.num_hidden_layers)
         super().__post_init__(**kwargs)  # type: ignore[misc]
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Create the configuration from plain values, which must not be those of another type.
+
+        transformers would create the attention of another type anew, with random weights.
+
+        Raises:
+            InvalidInput: They have another ``model_type``.
+        """
+        config_json.check_type(config_dict.get("model_type", cls.model_type), (cls.model_type,))
+        return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
 
     @property
     def _attn_implementation(self) -> str:

@@ -189,7 +189,7 @@ def check_type(kind: Any, types: Sequence[str] = TYPES) -> None:
     if kind in types:
         return
     reason = ""
-    if kind in NSA_TYPES:
+    if kind in NSA_TYPES and types == DENSE_TYPES:
         reason = ": the model has NSA already"
     elif kind in DENSE_TYPES:
         reason = ": the model has dense attention, which selects no blocks; run nsa convert first"
