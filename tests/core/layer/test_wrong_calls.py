@@ -319,7 +319,7 @@ INVALID = {
         ({"x": ROWS[..., :23]}, "[T, dim] with cu_seqlens", "dim = 24", "[9, 23]"),
         ({"cu_seqlens": boundaries(9)}, "[T, dim] beside cu_seqlens"),
         ({"x": torch.randn(2, 24, 9).double()}, "[B, dim, S], pass x.transpose(1, 2)"),
-        ({"x": X.float()}, "x is torch.float32", "torch.float64", "autocast"),
+        ({"x": X.float()}, "x is torch.float32, the layer's parameters are torch.float64: convert"),
         ({"x": X.long()}, "x is torch.int64"),
         ({"x": X.to("meta")}, "x is on meta, the layer on cpu"),
         ({"x": X.to_sparse()}, "x is sparse (torch.sparse_coo): pass x.to_dense()"),
@@ -593,3 +593,11 @@ def test_transposed_tensors_are_named_with_and_without_a_config(names):
         for config in (None, small(n_heads=hq, n_kv_heads=g)):
             (sentence,) = problems_of(swapped, config)
             assert [n for n in shapes if f"{n}.transpose(1, 2)" in sentence] == list(names)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.float64)])
+def test_autocast_does_not_cast_float64(dtypes):
+    attn, x = layer_of(dtypes[0]), X.to(dtypes[1])
+    message = f"x is {x.dtype}, the layer's parameters are {dtypes[0]}: convert one of them$"
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(InvalidInput, match=message):
+        attn(x)

@@ -71,12 +71,11 @@ def check_layer_input(
     if dtype is None and x.dtype not in FLOATING:
         names = ", ".join(map(dtype_name, FLOATING))
         problems.append(f"x is {x.dtype}: pass one of {names}")
-    elif x.dtype != (dtype or x.dtype) and not (
-        autocast_enabled(x.device) and x.is_floating_point()
-    ):
+    casts = x.is_floating_point() and torch.float64 not in (x.dtype, dtype)  # under autocast
+    if x.dtype != (dtype or x.dtype) and not (casts and autocast_enabled(x.device)):
         problems.append(
-            f"x is {x.dtype}, the layer's parameters are {dtype}: convert one of them, or use"
-            " autocast"
+            f"x is {x.dtype}, the layer's parameters are {dtype}: convert one of them"
+            f"{', or use autocast' * casts}"
         )
     if packed:
         check_packed_transforms(cu_seqlens, x)

@@ -121,7 +121,7 @@ class NSAttention(NSAProjections):
 
         Args:
             x: the input [B, S, dim], or packed documents [T, dim], on the layer's device. Its dtype
-                is that of the parameters, or any floating dtype under autocast or with quantised
+                is that of the parameters, any but float64 under autocast, or any with quantised
                 projections.
             cu_seqlens: int32 [documents + 1] on x's device, the first row of each packed document
                 and, last, the number of rows T. See :func:`nsa_core.unpad` for padded batches.
