@@ -120,6 +120,8 @@ REFUSED = {
     "kv_lora_rank": {**LLAMA3, "kv_lora_rank": 512},
     "no_rope_layers": {**LLAMA3, "no_rope_layers": [1, 1, 1, 0]},
     "layer_types": {**LLAMA3, "layer_types": ["linear_attention", "full_attention"]},
+    "use_bias": {**LLAMA3, "model_type": "starcoder2", "use_bias": True},
+    "use_qkv_bias": {**LLAMA3, "model_type": "stablelm", "use_qkv_bias": True},
     "qk_norm": {**LLAMA3, "model_type": "olmo2"},
     "rope_interleaved": {**LLAMA3, "model_type": "cohere"},
     "attention_sinks": {**LLAMA3, "model_type": "gpt_oss"},
@@ -133,6 +135,23 @@ def test_other_mathematics_is_refused_by_name(name):
     with pytest.raises(InvalidInput, match=message):
         NSAConfig.from_hf(REFUSED[name])
     assert NSAConfig.from_hf(REFUSED[name], ignore=[name]).n_heads == 32
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("olmoe", "qk_norm"),
+        ("minimax_m2", "qk_norm"),
+        ("hunyuan_v1_dense", "qk_norm"),
+        ("ernie4_5", "rope_interleaved"),
+        ("glm4", "rope_interleaved"),
+        ("helium", "rope_interleaved"),
+    ],
+)
+def test_mathematics_that_only_the_code_of_a_model_states_is_refused(kind, name):
+    with pytest.raises(InvalidInput, match=f"{name} = "):
+        NSAConfig.from_hf({**LLAMA3, "model_type": kind})
+    assert NSAConfig.from_hf({**LLAMA3, "model_type": "apertus"}).qk_norm
 
 
 def test_biases_that_only_the_code_of_a_model_states_are_refused():

@@ -260,7 +260,8 @@ class NSAConfig:
                                      rope_frequencies or scale replaces that factor too
             query_pre_attn_scalar    scale = its power -1/2 (Gemma)
             attention_multiplier     scale (Granite)
-            model_type               qk_norm=True for qwen3, qwen3_moe and gemma3_text
+            model_type               qk_norm=True for qwen3, qwen3_moe, gemma3_text, apertus, dots1,
+                                     exaone4 and hy_v3
 
         Refused, because the mathematics of NSA would differ, unless named in ``ignore``:
 
@@ -272,18 +273,22 @@ class NSAConfig:
             sliding_window                   unless use_sliding_window is false
             attention_chunk_size             local attention
             layer_types                      with layers that are not softmax attention
-            attention_bias, qkv_bias         also implied by model_type qwen2
+            attention_bias, qkv_bias,
+            use_qkv_bias, use_bias           also implied by model_type qwen2
             attn_logit_softcapping           caps on the scores
             attention_dropout                other than 0
             attention_sinks                  implied by model_type gpt_oss
             clip_qkv, alibi, kv_lora_rank    other attention
             use_qk_norm, qk_layernorm        norms of another kind; allowed with qk_norm=True.
-                                             model_type olmo2 and olmo3 imply qk_norm over all heads
+                                             model_type olmo2, olmo3, olmoe, flex_olmo and
+                                             minimax_m2 imply qk_norm over all heads, and
+                                             hunyuan_v1_dense qk_norm after rotary embedding
 
         Everything else is ignored: vocab_size, hidden_act, intermediate_size,
         num_hidden_layers, max_position_embeddings (NSA has no maximum length), rms_norm_eps,
         final_logit_softcapping. Properties that only the code of a model states are known for the
-        model types named above, and for cohere and cohere2, whose rotary pairs are neighbours.
+        model types named above, and for cohere, ernie4_5, glm and helium, whose rotary pairs are
+        neighbours.
 
         Args:
             hf_config: a transformers configuration (any object with ``to_dict()``), a mapping with

@@ -30,22 +30,14 @@ _REQUIRED = ("hidden_size", "num_attention_heads")
 
 _LARGEST_FILE = 1 << 24  # bytes; a config.json has a few thousand
 
-# Facts that only the code of a model states: model_type -> values that its configuration implies.
-_QKV_BIAS: dict[str, object] = {"attention_bias": True}
-_HEAD_NORMS: dict[str, object] = {"qk_norm": "per head"}
-_IMPLIED: dict[str, dict[str, object]] = {
-    "qwen2": _QKV_BIAS,
-    "qwen2_moe": _QKV_BIAS,
-    "qwen2_vl_text": _QKV_BIAS,
-    "qwen2_5_vl_text": _QKV_BIAS,
-    "qwen3": _HEAD_NORMS,
-    "qwen3_moe": _HEAD_NORMS,
-    "gemma3_text": _HEAD_NORMS,
-    "olmo2": {"qk_norm": "over all heads"},
-    "olmo3": {"qk_norm": "over all heads"},
-    "cohere": {"rope_interleaved": True},
-    "cohere2": {"rope_interleaved": True},
-    "gpt_oss": {"attention_sinks": True},
+# Facts that only the code of a model states: (name, value) -> the model types that imply it.
+_IMPLIED: dict[tuple[str, object], str] = {
+    ("attention_bias", True): "qwen2 qwen2_moe qwen2_vl_text qwen2_5_vl_text",
+    ("qk_norm", "per head"): "qwen3 qwen3_moe gemma3_text apertus dots1 exaone4 hy_v3",
+    ("qk_norm", "over all heads"): "olmo2 olmo3 olmoe flex_olmo minimax_m2",
+    ("qk_norm", "after rotary embedding"): "hunyuan_v1_dense hunyuan_v1_moe",
+    ("rope_interleaved", True): "cohere cohere2 cohere2_moe ernie4_5 ernie4_5_moe glm glm4 helium",
+    ("attention_sinks", True): "gpt_oss",
 }
 
 
@@ -98,6 +90,8 @@ _REFUSALS: dict[str, _Refusal] = {
     "layer_types": _Refusal(_has_other_layers, "NSA replaces softmax attention only"),
     "attention_bias": _BIAS,
     "qkv_bias": _BIAS,
+    "use_qkv_bias": _BIAS,
+    "use_bias": _BIAS,
     "attn_logit_softcapping": _Refusal(bool, "NSA does not cap the scores"),
     "attention_dropout": _Refusal(bool, "NSA has no dropout"),
     "attention_sinks": _Refusal(bool, "NSA has no attention sinks"),
@@ -106,7 +100,7 @@ _REFUSALS: dict[str, _Refusal] = {
     "kv_lora_rank": _Refusal(bool, "NSA has no latent attention (MLA)"),
     "qk_norm": _Refusal(
         lambda norm: norm not in (None, False, "per head"),
-        "NSA has RMS norms of single heads only",
+        "NSA has RMS norms of single heads, before rotary embedding",
         ("qk_norm", True),
     ),
     "use_qk_norm": _Refusal(bool, "the kind of norm is not stated", ("qk_norm", True)),
@@ -250,7 +244,8 @@ def _effective_values(values: dict[str, Any]) -> dict[str, Any]:
             raise InvalidInput(f"text_config must be a JSON object, got {shown(text)}")
         values = _values_of(text)
     kind = values.get("model_type")
-    values = {**_IMPLIED.get(kind if isinstance(kind, str) else "", {}), **values}
+    implied = dict(fact for fact, kinds in _IMPLIED.items() if kind in kinds.split())
+    values = {**implied, **values}
     if values.get("use_sliding_window") is False:
         values["sliding_window"] = None
     rope: Any = values.get("rope_parameters")
