@@ -330,11 +330,11 @@ def refusal(rank: int, world: int, *, of: str) -> str:
     return "no error"
 
 
-def no_rows(rank: int, world: int, *, mode: str, packed: bool) -> tuple[list[int], list[int]]:
-    """Return the shapes of y and dx for a sequence without rows."""
+def no_rows(rank: int, world: int, *, mode: str, shape: list[int]) -> tuple[list[int], list[int]]:
+    """Return the shapes of y and dx for a sequence without rows, or for no sequence."""
     layer = divided(world, problem("batch").layer(), mode=mode)
-    x = torch.zeros((0, 24) if packed else (2, 0, 24), dtype=torch.float64, requires_grad=True)
-    y = layer(x, torch.tensor([0, 0], dtype=torch.int32) if packed else None)
+    x = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+    y = layer(x, torch.tensor([0, 0], dtype=torch.int32) if len(shape) == 2 else None)
     y.sum().backward()
     assert x.grad is not None
     return list(y.shape), list(x.grad.shape)

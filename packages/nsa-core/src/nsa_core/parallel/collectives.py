@@ -218,7 +218,7 @@ def extend(
     """
     pieces, extended = pieces_per_rank(layout), []
     for rows, width in zip(tensors, widths):
-        own = rows.unflatten(0, (pieces, -1))
+        own = rows.unflatten(0, (pieces, len(rows) // pieces))
         zeros = rows.new_zeros((pieces, width, *rows.shape[1:]))
         extended.append(torch.cat((zeros, own), 1))
     if any(widths):

@@ -244,7 +244,8 @@ class _Extended(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ranks, pieces = ctx.ranks, len(ctx.ranks.pieces)
         win = torch.stack([torch.cat(grads[j : j + 2], -1) for j in range(0, 2 * pieces, 2)])
-        raw = torch.cat(grads[-2:], -1).unflatten(0, (pieces, -1))
+        raw = torch.cat(grads[-2:], -1)
+        raw = raw.unflatten(0, (pieces, len(raw) // pieces))
         precise = sum_dtype(ctx.dtype, ranks.reduce)
         arguments = (ranks.total, ranks.layout, ctx.widths, ranks.group, precise)
         d_win, d_raw = (total.to(ctx.dtype) for total in extend_back([win, raw], *arguments))

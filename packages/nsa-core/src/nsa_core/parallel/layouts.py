@@ -55,7 +55,7 @@ def _permuted(rows: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     """Return the chunks of ``rows`` in ``order``."""
     if list(order) == list(range(len(order))):
         return rows
-    chunks = rows.unflatten(0, (len(order), -1)).unbind(0)
+    chunks = rows.chunk(len(order))
     return torch.cat([chunks[k] for k in order])
 
 
