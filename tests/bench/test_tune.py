@@ -231,3 +231,11 @@ def test_the_command_exits_with_1_if_a_backend_is_wrong(nsa, registry_with, monk
     assert done.code == 1
     assert len(re.findall(r"NOT CORRECT win=wrong: win \(wrong\) o: ", done.out)) == 1
     assert "NOT CORRECT win=wrong: win (wrong) dq: " in done.out
+
+
+def test_a_machine_without_a_backend_gets_the_reasons_and_no_file(nsa, monkeypatch):
+    monkeypatch.setenv("NSA_DISABLE_PLUGINS", "sdpa,triton,fa2,1")
+    done = nsa("tune", "--shape", "tiny")
+    assert (done.code, done.out) == (4, "")
+    assert "sdpa 0.1.0: disabled: named in NSA_DISABLE_PLUGINS" in done.err
+    assert not tuned.path().exists()

@@ -128,6 +128,9 @@ def find_tune_candidates(
         registry: The installed backends.
         device: "cpu", "cuda" or "cuda:N".
         dtype: Dtype of the inputs.
+
+    Raises:
+        Unsupported, BackendUnavailable: No backend accepts a slot.
     """
     requests, accepted = {}, []
     failed: list[tuple[TuneCandidate, str]] = []
@@ -151,6 +154,8 @@ def find_tune_candidates(
                 accepted.append(candidate)
             elif ends:
                 failed.append((candidate, ends[0]))
+    if not (accepted or failed):
+        resolve(config, _options(device, dtype, "inference"), registry=registry)
     return TuneCandidates(config, device, dtype, accepted, requests, failed)
 
 
