@@ -114,8 +114,11 @@ def wrong(branch: str, **fields: Any) -> LayerPages:
             wrong("cmp", k=torch.zeros(4, 4, 2, 18, dtype=torch.int8)[..., 1:17]),
             "even addresses, its offset is 1",
         ),
-        (pages_of(torch.int8, 0.0), r"pages\.cmp\.scales must be finite and > 0"),
-        (pages_of(torch.int8, torch.nan), "must be finite and > 0"),
+        (
+            pages_of(torch.int8, -0.5),
+            r"pages\.cmp\.scales must be finite .*, got -0\.5 at \[\d, 0, 0\]",
+        ),
+        (pages_of(torch.int8, torch.nan), r"must be finite and > 0 .*, got nan at"),
     ],
 )
 def test_scales_that_do_not_fit_are_named(pages: LayerPages, words: str) -> None:

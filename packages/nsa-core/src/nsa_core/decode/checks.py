@@ -330,9 +330,10 @@ def _check_entries(branch: str, pages: PagedKV, span: _Span) -> None:
     # A sequence may begin after pages that another one fills in this step: all is written first.
     entries = pages.table.clamp(0, len(pages.k) - 1).long()
     if pages.scales is not None:
-        wrong = ~((pages.scales > 0) & pages.scales.isfinite()).flatten(1).all(1)[entries]
+        is_used = used.new_zeros((len(pages.k), 1, 1)).index_fill_(0, entries[used], True)
+        wrong = is_used & ~((pages.scales > 0) & pages.scales.isfinite())
         problem = f"pages.{branch}.scales must be finite and > 0 in each page that a step uses"
-        raise_at(used & wrong, pages.table, problem)
+        raise_at(wrong, pages.scales, problem)
     places = entries * columns + torch.arange(columns, device=entries.device)
     # Numbers of the entries, because a pool may have far more pages than the table.
     entries, places = (x.unique(return_inverse=True)[1] for x in (entries, places))
@@ -401,4 +402,4 @@ def raise_at(wrong: torch.Tensor, values: torch.Tensor, problem: str) -> None:
     """Raise ``problem`` with the first wrong value and its index, if there is one."""
     if bool(wrong.any()):
         index = wrong.nonzero()[0].tolist()
-        raise InvalidInput(f"{problem}, got {shown(int(values[tuple(index)]))} at {index}")
+        raise InvalidInput(f"{problem}, got {shown(values[tuple(index)].item())} at {index}")
