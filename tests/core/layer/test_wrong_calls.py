@@ -377,7 +377,11 @@ INVALID = {
         ({"attention_mask": None}, "attention_mask must be a tensor, got NoneType"),
         ({"attention_mask": [[1, 1]]}, "attention_mask must be a tensor, got list"),
         ({"x": [[1.0]]}, "x must be a tensor, got list"),
-        ({"attention_mask": MASK[:, :3]}, "attention_mask must be [1, 4], got [1, 3]"),
+        (
+            {"attention_mask": MASK[:, :3]},
+            "attention_mask must be [B, S] for x [B, S, ...], got [1, 3] for x [1, 4, 2]",
+        ),
+        ({"x": MASK[0], "attention_mask": MASK[0]}, "must be [B, S] for x [B, S, ...], got [4]"),
         ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "row 0 has a gap"),
         *(
             (
@@ -397,8 +401,12 @@ INVALID = {
     pad: [
         (
             {"rows": ROWS[:2], "indices": torch.arange(3), "batch": 2, "seq_len": 5},
-            "got 3 for 2 rows",
-        )
+            "got int64 [3] for 2 rows",
+        ),
+        (
+            {"rows": ROWS[:2], "indices": torch.arange(2).int(), "batch": 2, "seq_len": 5},
+            "indices must be int64 with one entry per row, got int32 [2]",
+        ),
     ],
 }
 

@@ -125,9 +125,10 @@ def unpad(
     for name, argument in (("x", x), ("attention_mask", attention_mask)):
         if not isinstance(argument, torch.Tensor):
             raise InvalidInput(f"{name} must be a tensor, got {type(argument).__name__}")
-    if attention_mask.shape != x.shape[:2]:
+    if attention_mask.dim() != 2 or attention_mask.shape != x.shape[:2]:
         raise InvalidInput(
-            f"attention_mask must be {list(x.shape[:2])}, got {list(attention_mask.shape)}"
+            f"attention_mask must be [B, S] for x [B, S, ...], got {list(attention_mask.shape)} for"
+            f" x {list(x.shape)}"
         )
     # A floating-point mask is ambiguous: an additive mask has 0 for tokens.
     if attention_mask.is_floating_point() or attention_mask.is_complex():
@@ -171,15 +172,16 @@ def pad(rows: torch.Tensor, indices: torch.Tensor, batch: int, seq_len: int) -> 
         [B, S, ...], zero where there is padding.
 
     Raises:
-        InvalidInput: ``indices`` and ``rows`` have different lengths, or a size is out of range.
+        InvalidInput: ``indices`` are not int64 or not one per row, or a size is out of range.
     """
     if not isinstance(batch, torch.SymInt) and not isinstance(seq_len, torch.SymInt):
         problems = integer_problems("batch", batch, 0) + integer_problems("seq_len", seq_len, 0)
         if problems := problems or too_large("batch * seq_len", batch * seq_len):
             raise InvalidInput("; ".join(problems))
-    if len(indices) != len(rows):
+    if indices.dtype != torch.int64 or indices.dim() != 1 or len(indices) != len(rows):
         raise InvalidInput(
-            f"indices must have one entry per row, got {len(indices)} for {len(rows)} rows"
+            f"indices must be int64 with one entry per row, got {dtype_name(indices.dtype)}"
+            f" {list(indices.shape)} for {len(rows)} rows"
         )
     out = rows.new_zeros((batch * seq_len, *rows.shape[1:]))
     padded: torch.Tensor = out.index_copy(0, indices, rows).unflatten(0, (batch, seq_len))
