@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -127,6 +129,15 @@ def test_an_alarm_ends_a_block_and_is_off_after_it():
     with alarm_in(0.05, Rung()):
         pass
     time.sleep(0.1)
+
+
+def test_an_alarm_waits_for_the_end_of_an_import(tmp_path, monkeypatch):
+    """A package that is half imported stays broken for the rest of the process."""
+    (tmp_path / "slow_import.py").write_text("import time\ntime.sleep(0.3)\nREST = 5\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(Rung), alarm_in(0.05, Rung()):
+        time.sleep(importlib.import_module("slow_import").REST)
+    assert sys.modules.pop("slow_import").REST == 5
 
 
 def test_an_alarm_that_rings_while_its_block_ends_is_stopped(monkeypatch):

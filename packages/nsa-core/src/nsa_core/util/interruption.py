@@ -10,9 +10,12 @@ import atexit
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
@@ -217,14 +220,23 @@ def deferred_signals() -> Iterator[Interruption]:
 def alarm_in(seconds: float, error: BaseException) -> Iterator[None]:
     """Raise ``error`` in the block after ``seconds``, between two operations of Python.
 
+    An import of the block runs to its end first, because a package that is half imported stays
+    broken for the rest of the process.
+
     Call it in the main thread, where no other alarm is set. A signal that an :class:`Interruption`
     records replaces the alarm by its own.
     """
 
     ended = False
 
-    def ring(number: int, frame: object) -> None:
-        if not ended:
+    def imports(frame: FrameType | None) -> int:
+        files = [each.f_code.co_filename for each, _ in traceback.walk_stack(frame)]
+        return files.count("<frozen importlib._bootstrap>")
+
+    before = imports(sys._getframe())
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        if not ended and imports(frame) <= before:
             raise error
 
     signal.signal(signal.SIGALRM, ring)
