@@ -57,6 +57,23 @@ def test_a_cache_of_fake_tensors_shares_no_table_with_others(problem):
     assert fake.nbytes == cache.nbytes
 
 
+@pytest.mark.parametrize("page_size", [None, 64])
+def test_a_cache_does_not_depend_on_the_default_device(problem, page_size):
+    attn, x, (golden, magnitude) = problem
+    x = x[:1].expand(2, -1, -1)
+    cache = attn.new_cache(2, 128, page_size=page_size, max_rollback=3)
+    with torch.device("meta"):
+        attn(x[:, :20], cache=cache, new=[20, 0])
+        cache.load(cache.snapshot(0), 1)
+        cache.reorder([1, 0])
+        attn(x[:, 20:25], cache=cache)
+        cache.crop(22)
+        cache.reset(1)
+        y = attn(x[:, 22:], cache=cache, new=[LENGTH - 22, 0])
+    assert cache.host_lengths() == [LENGTH, 0]
+    assert_equal(y[:1], golden[:1, 22:], magnitude[:1, 22:])
+
+
 def directions(attn, x, cache, **options):
     with record_dispatch() as trace, torch.no_grad():
         attn(x, cache=cache, **options)

@@ -362,7 +362,8 @@ class NSACache(CacheState):
         return values
 
     def _tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
+        on_host = torch.tensor(values, dtype=dtype, device="cpu")  # whatever the default device
+        return on_host.to(self.device, non_blocking=True)
 
     def __reduce__(self) -> NoReturn:  # of copy and pickle
         raise InvalidInput(
@@ -432,7 +433,7 @@ def _checked_scales(
                 "kv_dtype torch.int8 needs kv_scales: fill a cache without kv_dtype by text of the"
                 " model, and pass kv_scales=cache.kv_scales(torch.int8)"
             )
-        kv_scales = [torch.ones(groups, 2)] * 3
+        kv_scales = [torch.ones(groups, 2, device="cpu")] * 3
     given = kv_scales if isinstance(kv_scales, Sequence) else [kv_scales]
     shapes = [[*x.shape] if isinstance(x, torch.Tensor) else x for x in given]
     if shapes != [[groups, 2]] * 3 or not all(((x > 0) & x.isfinite()).all() for x in given):
@@ -476,7 +477,7 @@ def resized(cache: NSACache, max_len: int, sequences: Sequence[int] | None = Non
     scales = cache.kv.pages.scales
     kv = cache.kv_dtype, scales and [x[0] for x in scales]
     copied = make_cache(cache.attn, sizes, cache.dtype, cache.device, None, *kv)
-    index = torch.tensor(order).to(cache.device, non_blocking=True)
+    index = cache._tensor(order, torch.int64)
     branches = (x.own_pages(max(lengths)) for x in (cache, copied))
     for (old, rows), (new, _) in zip(*branches):
         for source, target in ((old.k, new.k), (old.v, new.v)):

@@ -122,7 +122,8 @@ class KVStore:
         """Copy pages of keys, values and compressed tokens, given as (source, target) pairs."""
         if not copies:
             return
-        source, target = torch.tensor(copies).T.to(self.count.device, non_blocking=True)
+        on_host = torch.tensor(copies, device="cpu")
+        source, target = on_host.T.to(self.count.device, non_blocking=True)
         for pages in (self.pages.sel, self.pages.cmp):
             move(pages, source, target)
 

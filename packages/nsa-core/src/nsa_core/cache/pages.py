@@ -292,7 +292,8 @@ class BlockTable:
         """Write changed entries (sequence, column, page) and the room to the device."""
         changes = list(entries)
         if changes:
-            sequence, column, page = torch.tensor(changes).T.to(self._device, non_blocking=True)
+            on_host = torch.tensor(changes, device="cpu")
+            sequence, column, page = on_host.T.to(self._device, non_blocking=True)
             self.entries[sequence, column] = page.to(torch.int32)
-        new_room = torch.tensor(self.room if room is None else room, dtype=torch.int32)
+        new_room = torch.tensor(room or self.room, dtype=torch.int32, device="cpu")
         self.device_room.copy_(new_room, non_blocking=True)

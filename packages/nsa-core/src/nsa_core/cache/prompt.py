@@ -40,7 +40,7 @@ def prefill(
     cache.advance(new)
     lengths, padding = cache.lengths, None
     if is_subset:
-        sequences = torch.tensor(active).to(cache.device, non_blocking=True)
+        sequences = torch.tensor(active, device="cpu").to(cache.device, non_blocking=True)
         lengths, x = lengths[sequences], x[sequences]
     if new.on_device is not None:
         padding = (cache.kv.count[: new.rows] >= lengths[:, None])[..., None]

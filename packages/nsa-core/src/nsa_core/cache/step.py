@@ -160,8 +160,8 @@ def new_tokens(cache: CacheState, rows: int, new: New, in_graph: bool) -> NewTok
         raise InvalidInput(f"new must be from 0 to the {rows} rows of x, got {shown(counts)}")
     if min(counts) == rows:
         return NewTokens(rows, counts, None, True)
-    device_counts = torch.tensor(counts, dtype=torch.int32).to(cache.device, non_blocking=True)
-    return NewTokens(rows, counts, device_counts, True)
+    on_host = torch.tensor(counts, dtype=torch.int32, device="cpu")
+    return NewTokens(rows, counts, on_host.to(cache.device, non_blocking=True), True)
 
 
 def _from_device(cache: CacheState, rows: int, new: torch.Tensor, in_graph: bool) -> NewTokens:

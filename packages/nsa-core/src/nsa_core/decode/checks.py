@@ -378,7 +378,8 @@ def _check_apart(
             stores += [f"pages.{branch}.{name}"]
             begins.append(begin)
             ends.append(begin + store.shape[3] * store.itemsize)
-    owner = torch.repeat_interleave(torch.tensor([len(x) for x in begins])).to(begins[0].device)
+    counts = torch.tensor([len(x) for x in begins], device="cpu")
+    owner = torch.repeat_interleave(counts).to(begins[0].device)
     begin, order = torch.cat(begins).sort()
     shared = (begin[1:] < torch.cat(ends)[order][:-1]).nonzero()
     if len(shared):

@@ -112,7 +112,8 @@ def start_near_dense(gate: LinearGate | MLPGate) -> None:
     last = gate if isinstance(gate, LinearGate) else gate[-1]
     assert isinstance(last, Affine)
     last.weight.zero_()
-    last.bias.view(-1, 3).copy_(torch.tensor(_NEAR_DENSE, dtype=torch.float64).logit())
+    gates = torch.tensor(_NEAR_DENSE, dtype=torch.float64, device=last.bias.device)
+    last.bias.view(-1, 3).copy_(gates.logit())
 
 
 def plain_linear_gate(gate: nn.Module) -> LinearGate | None:
