@@ -64,12 +64,14 @@ def test_a_scale_maps_the_largest_number_to_the_largest_code(kv_dtype: torch.dty
     assert scale[0] > 0  # a head without a number still has a valid scale
     with pytest.raises(InvalidInput, match=r"kv_dtype must be .*int8, got torch\.float16"):
         kv_scale(x, torch.float16)
-    for margin in (0.0, -1.0, torch.inf, torch.nan):
-        with pytest.raises(InvalidInput, match=rf"margin must be finite and > 0, got {margin}"):
-            kv_scale(x, kv_dtype, margin)
+    for margin in (0.0, -1.0, torch.inf, torch.nan, "1", None, True):
+        with pytest.raises(InvalidInput, match=rf"margin must be finite and > 0, got {margin!r}"):
+            kv_scale(x, kv_dtype, margin)  # type: ignore[arg-type]
     for wrong in (torch.ones(3), torch.ones(0, 2, 4)):
         with pytest.raises(InvalidInput, match=r"x must be \[\.\.\., G, D\] with elements"):
             kv_scale(wrong, kv_dtype)
+    with pytest.raises(InvalidInput, match=r"x must be a tensor, got list"):
+        kv_scale(x.tolist(), kv_dtype)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

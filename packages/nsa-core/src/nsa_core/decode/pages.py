@@ -19,14 +19,16 @@ read.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 
+from nsa_core.config import is_finite
 from nsa_core.contract import BlockTables, PageScales
 from nsa_core.dtypes import QUANTIZED, as_bytes, dtype_name
 from nsa_core.errors import InvalidInput
+from nsa_core.limits import shown
+from nsa_core.torch_ops.tensor_kinds import check_types
 
 
 def kv_scale(x: torch.Tensor, kv_dtype: torch.dtype, margin: float = 1.0) -> torch.Tensor:
@@ -54,10 +56,11 @@ def kv_scale(x: torch.Tensor, kv_dtype: torch.dtype, margin: float = 1.0) -> tor
         torch.Size([100, 4, 2])
     """
     check_kv_dtype(kv_dtype)
+    check_types({"x": x})
     if x.dim() < 2 or not x.numel():
         raise InvalidInput(f"x must be [..., G, D] with elements, got the shape {[*x.shape]}")
-    if not 0 < margin < math.inf:
-        raise InvalidInput(f"margin must be finite and > 0, got {margin}")
+    if not (is_finite(margin) and margin > 0):
+        raise InvalidInput(f"margin must be finite and > 0, got {shown(margin)}")
     largest = x.abs().float().movedim(-2, 0).flatten(1).amax(1)
     return largest.mul_(margin / QUANTIZED[kv_dtype]).clamp_(min=torch.finfo(torch.float32).tiny)
 
