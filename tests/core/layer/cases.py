@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from nsa_core import NSAConfig, NSAttention
+from nsa_core import NSAConfig, NSAttention, Plan, resolve
 
 SMALL = {
     "dim": 24,
@@ -25,6 +25,11 @@ SMALL = {
 def small(**changes: object) -> NSAConfig:
     """A config with l=8, d=4, l'=8, n=4, w=9, 4/2 heads, widths 8/6; ``changes`` replace fields."""
     return NSAConfig(**{**SMALL, **changes})
+
+
+def sdpa_plan(config: NSAConfig, dtype: torch.dtype = torch.float64, **options: object) -> Plan:
+    """A plan on which every slot runs on sdpa, with gradients unless ``options`` say otherwise."""
+    return resolve(config, backends="sdpa", dtype=dtype, **{"needs_grad": True, **options})
 
 
 def layer_of(dtype: torch.dtype = torch.float64, **changes: object) -> NSAttention:

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of the layer: default plans from the dense test backend, and a seed."""
+"""Fixtures of the tests of the layer: the default plans that are resolved, and a seed."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dense_backend import dense_plan
 from nsa_core.plan import default_plan
 
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
-    """Resolve default plans to the dense test backend; return the list of requested options."""
+    """Return the options of the default plans that are resolved, of which none exists before."""
     requested: list[dict[str, object]] = []
+    resolve = default_plan.resolve
 
-    def resolve(config, options):
+    def record(config, options):
         requested.append(dataclasses.asdict(options))
-        flags = {"varlen": options.varlen, "needs_grad": options.needs_grad}
-        return dense_plan(config, options.dtype, **flags)
+        return resolve(config, options)
 
-    monkeypatch.setattr(default_plan, "resolve", resolve)
+    monkeypatch.setattr(default_plan, "resolve", record)
     monkeypatch.setattr(
         default_plan, "_plans", default_plan.ObjectCache(default_plan._resolve_default)
     )

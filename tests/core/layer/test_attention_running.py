@@ -8,10 +8,10 @@ import torch
 import torch._dynamo.testing
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cases import boundaries, inputs, small
-from dense_backend import dense_plan
+from cases import boundaries, inputs, sdpa_plan, small
 from nsa_core import InvalidInput, NSAttention, nsa_attention, nsa_attention_with_lse
 from nsa_core.contract import SlotSpec
+from nsa_core.layer.phi.kinds import mean_compress
 from nsa_core.torch_ops.autograd import is_unobserved
 from nsa_core.torch_ops.slot_op import slot_op
 
@@ -19,13 +19,13 @@ CONFIG = small()
 
 
 def attend(tensors, config=CONFIG, **options):
-    options.setdefault("plan", dense_plan(config, tensors.q.dtype, varlen=True))
+    options.setdefault("plan", sdpa_plan(config, tensors.q.dtype, varlen=True))
     return nsa_attention(*tensors, config=config, **options)
 
 
 def attend_with_lse(tensors):
     return nsa_attention_with_lse(
-        *tensors, config=CONFIG, plan=dense_plan(CONFIG, tensors.q.dtype, varlen=True)
+        *tensors, config=CONFIG, plan=sdpa_plan(CONFIG, tensors.q.dtype, varlen=True)
     )
 
 
@@ -99,7 +99,7 @@ def test_operators_are_dispatched_under_profilers_and_modes_with_the_same_bits(m
                 o, [tensors.q, *tensors.k, *tensors.v, tensors.gates], torch.ones_like(o)
             )
         assert (
-            len({op.name() for op in dispatched if op.name().startswith("nsa_dense::")}) == expected
+            len({op.name() for op in dispatched if op.name().startswith("nsa_sdpa::")}) == expected
         )
         results.append([o, *grads])
     for got in zip(*results):
@@ -179,7 +179,7 @@ def test_rows_16_23_strided_and_expanded_inputs():
 
 def test_undefined_gradient_stays_undefined():
     tensors = inputs(CONFIG, 1, 12, requires_grad=True)
-    o, _ = dense_plan(CONFIG, tensors.q.dtype).win(tensors.q, tensors.k[2], tensors.v[2])
+    o, _ = sdpa_plan(CONFIG, tensors.q.dtype).win(tensors.q, tensors.k[2], tensors.v[2])
     (grad,) = torch.autograd.grad(
         torch._C._functions.UndefinedGrad()(o).sum(), tensors.q, allow_unused=True
     )
@@ -273,7 +273,7 @@ def test_row_29_compiles_without_graph_breaks_with_dynamic_length(planned, packe
 
 
 def test_explicit_plan_in_compiled_code():
-    plan, tensors = dense_plan(CONFIG), inputs(CONFIG, 1, 20)
+    plan, tensors = sdpa_plan(CONFIG), inputs(CONFIG, 1, 20)
     compiled = torch.compile(
         lambda *x: nsa_attention(*x, config=CONFIG, plan=plan), backend="aot_eager", fullgraph=True
     )
@@ -308,3 +308,39 @@ def test_function_compiles_with_symbolic_integers(how):
     for shape in ((2, 40), (3, 51)):
         tensors = inputs(CONFIG, *shape)
         torch.testing.assert_close(compiled(tensors), call(tensors), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_slots_run_without_autocast(dtype):
+    tensors, plan = inputs(CONFIG, 2, 37, dtype=dtype, requires_grad=True), sdpa_plan(CONFIG, dtype)
+    k_cmp, v_cmp = (mean_compress(x[0], CONFIG.geometry) for x in (tensors.k, tensors.v))
+    wrt = [tensors.q, *tensors.k, *tensors.v, tensors.gates]
+
+    def run():
+        o, lse, _ = nsa_attention_with_lse(
+            *tensors, config=CONFIG, plan=plan, k_cmp=k_cmp, v_cmp=v_cmp
+        )
+        return [o, *lse, *torch.autograd.grad(o.float().sum(), wrt, retain_graph=True)]
+
+    plain = run()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(map(torch.equal, run(), plain))
+
+
+def test_report_row_20_gradcheck_of_all_branches_through_the_packed_form():
+    config = small(
+        n_heads=2, n_kv_heads=1, head_dim=2, v_head_dim=2, compress_block_size=4, compress_stride=2
+    )
+    cu = boundaries(9, 0, 3, 13)
+    tensors = inputs(config, 25, requires_grad=True)
+    # Fixed blocks, because the selection is not continuous.
+    blocks = nsa_attention_with_lse(*tensors, config=config, cu_seqlens=cu).blocks
+
+    def run(q, k0, k1, k2, v0, v1, v2, gates):
+        return nsa_attention(
+            q, (k0, k1, k2), (v0, v1, v2), gates, config=config, cu_seqlens=cu, blocks=blocks
+        )
+
+    assert torch.autograd.gradcheck(
+        run, (tensors.q, *tensors.k, *tensors.v, tensors.gates), fast_mode=True
+    )

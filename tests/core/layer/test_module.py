@@ -9,14 +9,12 @@ import pickle
 import pytest
 import torch
 
-from cases import boundaries, layer_of, small
-from dense_backend import dense_plan
+from cases import boundaries, layer_of, sdpa_plan, small
 from nsa_core import NSAConfig, NSAttention, nsa_attention, pad, unpad
 from nsa_core.config import COMPRESS_KINDS
 from nsa_core.layer.rope import rope_table, rotate
 from nsa_core.torch_ops.core_node import run_core
 
-pytestmark = pytest.mark.usefixtures("planned")
 OPTIONS = {
     "default": {},
     "rope off": {"rope": False},
@@ -75,7 +73,7 @@ def composed_layer(attn, x):
         config=c,
         k_cmp=k_cmp,
         v_cmp=attn.phi_v(v[0]),
-        plan=dense_plan(c, x.dtype),
+        plan=sdpa_plan(c, x.dtype),
     )
     return o.flatten(-2) @ state["out.weight"].T
 
@@ -151,7 +149,7 @@ def test_state_dict_round_trip(name):
 
 def test_copies_and_pickles_carry_no_plan():
     attn, x = (
-        NSAttention(small(), backends={"win": "sdpa", "sel": "fa2"}, layer=3).double(),
+        NSAttention(small(), backends={"win": "sdpa", "sel": "sdpa"}, layer=3).double(),
         torch.randn(1, 30, 24).double(),
     )
     before = attn(x)
@@ -186,7 +184,8 @@ def test_row_18_packed_equals_separate_forward_and_backward(name, lengths):
     packed = attn(x, cu, max(lengths))
     separate = torch.cat([attn(x[a:b][None])[0] for a, b in zip(cu.tolist(), cu.tolist()[1:])])
     torch.testing.assert_close(packed, separate, rtol=1e-12, atol=1e-12)
-    assert torch.equal(attn(x, cu), packed)  # without max_seqlen
+    # Without max_seqlen, documents may be long, and sel selects blocks.
+    torch.testing.assert_close(attn(x, cu), packed, rtol=1e-12, atol=1e-12)
     wrt, do = [x, *attn.parameters()], torch.randn_like(packed)
     grads = [torch.autograd.grad(y, wrt, do, materialize_grads=True) for y in (packed, separate)]
     torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)

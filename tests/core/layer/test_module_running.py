@@ -1,17 +1,21 @@
-"""NSAttention under dtypes, checkpointing and grad modes; its plan and its output checks."""
+"""NSAttention under dtypes, checkpointing, grad modes and compilers; its plan and its checks."""
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch.utils.checkpoint import checkpoint
 
 from cases import boundaries, layer_of, small
-from nsa_core import NSAError, NSAttention
+from nsa_core import NSAError, NSAttention, resolve
+from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_core.torch_ops.core_node import run_core
+from nsa_core.torch_ops.slot_op import slot_op
 
-pytestmark = pytest.mark.usefixtures("planned")
+CONFIG = small()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -79,9 +83,9 @@ def test_rows_33_42_grad_modes_give_the_same_bits(planned):
 
 
 def test_plan_is_the_plan_of_the_last_call(planned):
-    attn = NSAttention(small(), backends={"sel": "sdpa", "win": "triton"}).double()
+    attn = NSAttention(small(), backends={"sel": "sdpa"}).double()
     assert attn.plan.requests["cmp"].dtype == "float64"  # before any forward
-    assert planned[-1]["backends"] == {"sel": "sdpa", "win": "triton"}
+    assert planned[-1]["backends"] == {"sel": "sdpa"}
     assert attn.plan is attn.plan
     attn(torch.randn(9, 24).double(), boundaries(9))
     assert attn.plan.requests["cmp"].varlen
@@ -101,42 +105,33 @@ def test_row_32_in_place_change_of_the_input_is_an_error():
 @pytest.mark.parametrize("slot", ["cmp", "sel", "win", "combine"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_check_names_layer_branch_and_backend(slot, value, monkeypatch):
-    import dense_backend
-
     attn = NSAttention(small(), layer="model.layers.7", check=True).double()
-    x = torch.randn(1, 20, 24, dtype=torch.float64)
+    x = torch.randn(1, 40, 24, dtype=torch.float64)  # sel is causal attention in shorter sequences
     unchecked = copy.deepcopy(attn)
     unchecked.check = False
     assert torch.equal(attn(x), unchecked(x))
     plan = attn.plan
     assert plan is unchecked.plan
-    original = getattr(dense_backend, f"{slot}_forward")
+    op = slot_op("sdpa", slot, plan._slots[slot])
+    original = op._forward
 
     def poison(*tensors, call):
         result = original(*tensors, call=call)
         (result if slot == "combine" else result[0])[0, 13, 1, 2] = value
         return result
 
-    monkeypatch.setattr(_slot_of(slot), "_forward", poison)
+    monkeypatch.setattr(op, "_forward", poison)
     unchecked(x)
     with pytest.raises(NSAError) as caught:
         attn(x)
     for text in (
         "layer model.layers.7",
         f"branch '{slot}'",
-        "backend 'dense'",
+        "backend 'sdpa'",
         "[0, 13, 1, 2]",
         "its inputs are finite",
     ):
         assert text in str(caught.value)
-
-
-def _slot_of(slot):
-    """The operator that the plan calls for ``slot``."""
-    from dense_backend import _spec
-    from nsa_core.torch_ops.slot_op import slot_op
-
-    return slot_op("dense", slot, _spec(slot))
 
 
 def test_check_names_the_first_branch_with_nan():
@@ -154,6 +149,7 @@ def test_row_29_meta_device_gives_shapes():
         assert attn(torch.empty(2, 37, 24)).shape == (2, 37, 24)
         cu = torch.empty(4, dtype=torch.int32)
         assert attn(torch.empty(37, 24), cu, 20).shape == (37, 24)
+    assert attn.plan.requests["cmp"].device == "cpu"
 
 
 def test_rows_01_02_04_empty_and_short_inputs():
@@ -185,3 +181,93 @@ def test_backward_does_not_save_the_fused_projection():
 def test_repr_shows_fields_that_differ_from_the_defaults():
     assert "window_size=9" in repr(layer_of())
     assert "rope_base" not in repr(layer_of())
+
+
+def test_check_on_an_explicit_plan_and_without_a_name():
+    attn, x = NSAttention(CONFIG, layer=5, check=True), torch.randn(1, 20, 24)
+    attn(x)
+    with torch.no_grad():
+        attn.qkv.weight[-1] = torch.inf  # a row of v_win
+    for plan in (None, resolve(CONFIG, needs_grad=True)):
+        with pytest.raises(NSAError, match="layer 5, branch 'win', backend 'sdpa'"):
+            attn(x, plan=plan)
+    attn.layer = None
+    with pytest.raises(NSAError, match=r"^branch 'win', backend 'sdpa'"):
+        attn(x)
+
+
+def test_plan_of_a_layer_names_the_backends_that_ran():
+    attn = NSAttention(CONFIG, backends={"win": "sdpa"})
+    assert attn.plan.choices["win"].explicit
+    assert not attn.plan.choices["sel"].explicit
+    with record_dispatch() as calls:
+        attn(torch.randn(1, 70, 24))  # sel is causal attention in shorter sequences
+    assert {c.slot: c.backend for c in calls} == {
+        slot: choice.backend for slot, choice in attn.plan.choices.items()
+    }
+
+
+def test_default_plan_follows_deterministic_algorithms():
+    attn, x = NSAttention(CONFIG), torch.randn(1, 20, 24)
+    attn(x)
+    assert not attn.plan.requests["cmp"].deterministic
+    torch.use_deterministic_algorithms(True)
+    try:
+        attn(x)
+        assert attn.plan.requests["cmp"].deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.slow
+def test_compiles_under_autocast_and_checkpoint():
+    torch._dynamo.reset()
+    attn = NSAttention(CONFIG)
+    x = torch.randn(1, 40, 24)
+
+    def run(layer):
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = checkpoint(layer, leaf, use_reentrant=False)
+        return y, *torch.autograd.grad(y.float().sum(), [leaf, *attn.parameters()])
+
+    compiled = torch.compile(lambda leaf: attn(leaf), backend="aot_eager", fullgraph=True)
+    eager, traced = run(attn), run(compiled)
+    assert traced[0].dtype == torch.bfloat16
+    for eager_result, compiled_result in zip(eager, traced):
+        torch.testing.assert_close(
+            compiled_result.float(),
+            eager_result.float(),
+            rtol=0.05,
+            atol=0.05 * eager_result.detach().abs().max().item(),
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_row_29_layer_compiles_without_graph_breaks_with_dynamic_length(packed):
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    attn = NSAttention(small(qk_norm=True)).double()
+    compiled = torch.compile(attn, backend=counter, fullgraph=True)
+    for length in (40, 64, 33):
+        x = torch.randn(
+            *((length,) if packed else (2, length)), 24, dtype=torch.float64, requires_grad=True
+        )
+        cu = boundaries(length - 5, 5) if packed else None
+        got, expected = compiled(x, cu), attn(x, cu)
+        torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13)
+        wrt = [x, *attn.parameters()]
+        grads = [torch.autograd.grad(y.sum(), wrt) for y in (got, expected)]
+        torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-11)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.slow
+def test_layers_of_one_config_share_a_compilation():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    layers = [NSAttention(small(), layer=index) for index in range(3)]
+    for attn in (*layers, copy.deepcopy(layers[0]), *pickle.loads(pickle.dumps(layers))):
+        torch.compile(attn, backend=counter, fullgraph=True)(torch.randn(1, 20, 24))
+    assert counter.frame_count == 1

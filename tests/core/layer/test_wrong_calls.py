@@ -7,11 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from cases import SMALL, boundaries, inputs, layer_of, small
-from dense_backend import dense_plan
+from cases import SMALL, boundaries, inputs, layer_of, sdpa_plan, small
 from nsa_core import InvalidInput, NSAttention, Unsupported, nsa_attention, pad, resolve, unpad
 from nsa_core.layer import attention
 from nsa_core.layer.short_config import NUMBERS
+from nsa_core.plan.candidates import find_candidates
+from nsa_core.plan.gpus import gpu_named
+from nsa_core.plan.options import PlanOptions
+from nsa_core.plan.plan import decide
+from nsa_core.plan.registry import default_registry
 from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_core.torch_ops.tensor_checks import Metadata, Sizes, call_problems
 
@@ -24,6 +28,12 @@ PACKED = {name: x[0] for name, x in CALL.items()} | {"cu_seqlens": boundaries(12
 X = torch.randn(2, 9, 24).double()
 ROWS = torch.randn(9, 24).double()
 MASK = torch.tensor([[1, 1, 1, 0]])
+ON_GPU = find_candidates(
+    CONFIG,
+    PlanOptions(device="cuda", dtype="float64"),
+    registry=default_registry(),
+    gpu=gpu_named("h100"),
+)
 
 
 def attend(**changes):
@@ -239,17 +249,17 @@ INVALID = {
         ({"config": {"dim": 64}}, "config must be an NSAConfig, got dict", "NSAConfig(**config)"),
         ({"window_size": 9, "scale": 0.5}, "config and window_size=9, scale=0.5 are passed, but"),
         (
-            {"plan": dense_plan(small(window_size=3))},
+            {"plan": sdpa_plan(small(window_size=3))},
             "plan is for window_size=3, but the call has window_size=9: resolve",
         ),
         (
-            {"plan": dense_plan(CONFIG, torch.float32)},
+            {"plan": sdpa_plan(CONFIG, torch.float32)},
             "plan is for float32 on cpu, but the tensors are float64 on cpu",
         ),
-        ({"plan": dense_plan(CONFIG, device="cuda")}, "plan is for float64 on cuda"),
-        ({**PACKED, "plan": dense_plan(CONFIG)}, "without varlen=True"),
+        ({"plan": decide(ON_GPU)}, "plan is for float64 on cuda"),
+        ({**PACKED, "plan": sdpa_plan(CONFIG)}, "without varlen=True"),
         (
-            {"q": q.clone().requires_grad_(), "plan": dense_plan(CONFIG, needs_grad=False)},
+            {"q": q.clone().requires_grad_(), "plan": sdpa_plan(CONFIG, needs_grad=False)},
             "without needs_grad=True",
         ),
         ({"q": q.to_sparse()}, "q is sparse (torch.sparse_coo): pass q.to_dense()"),
@@ -282,11 +292,11 @@ INVALID = {
     ],
     attend_short: [
         (
-            {"plan": dense_plan(CONFIG), "window_size": 5},
+            {"plan": sdpa_plan(CONFIG), "window_size": 5},
             "plan is for window_size=9, but the call has window_size=5: resolve",
         ),
         (
-            {**dict.fromkeys(SIZES), "plan": dense_plan(small(n_heads=8))},
+            {**dict.fromkeys(SIZES), "plan": sdpa_plan(small(n_heads=8))},
             "4 query heads, but plan.config.n_heads is 8",
         ),
         (
