@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from clean_environment import clean_environment as clean_environment
 from nsa_bench import clocks, roofline
 from nsa_bench.prefill import PrefillBench
 from nsa_bench.settings import Settings
@@ -24,11 +25,8 @@ _numbers = itertools.count()  # operators are created once per function name, so
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    """Run without user settings, with an empty cache, and on one thread."""
-    for name in ("NSA_PLUGINS", "NSA_DISABLE_PLUGINS", "COLUMNS", "FORCE_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run on one thread, with short samples, and with peak rates that are not measured."""
     torch.set_num_threads(1)
     monkeypatch.setattr(clocks, "SAMPLE_MS", 0.1)
     monkeypatch.setattr(roofline, "measure_peaks", lambda device, dtype: roofline.Peaks(1e11, 1e10))

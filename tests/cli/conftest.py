@@ -11,13 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    """Remove the user's settings and use an empty cache directory."""
-    for name in ("NSA_PLUGINS", "NSA_DISABLE_PLUGINS", "NSA_CHECK", "COLUMNS", "FORCE_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+from clean_environment import clean_environment as clean_environment
 
 
 @pytest.fixture

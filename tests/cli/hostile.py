@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
-
 PLUGIN = """
 {at_import}
 from nsa_backend_sdpa import win
@@ -74,15 +72,6 @@ def plugin(
         kernel=kernel or name,
         priority=priority,
     )
-
-
-def install(folder: pathlib.Path, name: str, source: str) -> None:
-    """Install a distribution ``name`` with one plugin."""
-    info = folder / f"{name}-1.0.dist-info"
-    info.mkdir()
-    (folder / f"{name}.py").write_text(source)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[nsa.backends]\n{name} = {name}\n")
 
 
 def faulty(tokens: dict[int, str]) -> str:

@@ -18,9 +18,9 @@ from hostile import (
     PRINTED,
     PRINTS,
     faulty,
-    install,
     plugin,
 )
+from installed import install
 from nsa_verify.run import suite
 
 LIMIT = ("--plugin-limit", "3")

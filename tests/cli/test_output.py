@@ -17,6 +17,7 @@ import warnings
 import pytest
 import typer
 
+from installed import install
 from nsa_cli import __main__, output
 from nsa_cli.app import app
 from nsa_cli.choices import tokens
@@ -172,15 +173,12 @@ def test_texts_and_tables_escape_control_characters_and_markup(is_terminal, caps
 
 def test_row_60_ctrl_c_prints_one_line_and_ends_the_children(start, tmp_path):
     site, pid_file = tmp_path / "site", tmp_path / "pid"
-    info = site / "toy_hangs-1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-hangs\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[nsa.backends]\nhangs = toy_hangs\n")
+    site.mkdir()
     source = (
         "import os, pathlib,"
         f" time\npathlib.Path({str(pid_file)!r}).write_text(str(os.getpid()))\ntime.sleep(600)\n"
     )
-    (site / "toy_hangs.py").write_text(source)
+    install(site, "toy-hangs", source)
     child = start(
         "backends",
         "list",

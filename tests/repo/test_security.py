@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from installed import install
 from nsa_core import InvalidInput, NSAConfig, block_attention, nsa_attention, resolve
 from nsa_core.contract import API_VERSION, BackendSpec, SlotSpec
 from nsa_core.plan.registry import discover
@@ -190,11 +191,9 @@ def test_every_sentence_is_in_the_table_with_tests_that_exist(repo):
 
 
 def test_a_list_without_probe_shows_metadata_and_runs_no_plugin(nsa, tmp_path, monkeypatch):
-    info, trace = tmp_path / "toy_trap-1.5.dist-info", tmp_path / "trace"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-trap\nVersion: 1.5\n")
-    (info / "entry_points.txt").write_text("[nsa.backends]\ntrap = toy_trap\n")
-    (tmp_path / "toy_trap.py").write_text(f"open({str(trace)!r}, 'w').close()\n")
+    trace = tmp_path / "trace"
+    source = f"open({str(trace)!r}, 'w').close()"
+    install(tmp_path, "toy-trap", source, point="trap", version="1.5")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     done = nsa("backends", "list", "--no-probe")

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from installed import install
 from nsa_cli import doctor, health
 
 SEGFAULTS = "import ctypes\nctypes.string_at(0)\n"
@@ -26,16 +27,6 @@ TORCH = {
     "cuda_available": True,
     "computes": True,
 }
-
-
-def plugin(folder: pathlib.Path, name: str, source: str) -> None:
-    """Install a distribution with an entry point in group ``nsa.backends``."""
-    package = name.replace("-", "_")
-    (folder / f"{package}.py").write_text(source)
-    info = folder / f"{package}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[nsa.backends]\n{name} = {package}\n")
 
 
 REGISTERS = """
@@ -54,15 +45,15 @@ def broken_site(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     segfaults, and the probe of our backend fa2 raises.
     """
     folder = tmp_path_factory.mktemp("broken_site")
-    plugin(folder, "segfaults", SEGFAULTS)
+    install(folder, "segfaults", SEGFAULTS)
     for name, statement in (("prober", SEGFAULTS.replace("\n", ";")), ("raiser", "1 // 0")):
         source = f"NAME = HOME = {name!r}\n{REGISTERS}def probe(request):\n    {statement}\n"
-        plugin(folder, name, source)
+        install(folder, name, source)
     home = "/" + "home" + "/janedoe"
-    plugin(folder, "leaky", f"raise RuntimeError('cannot read {home}/lib/libx.so.1, ask janedoe')")
+    install(folder, "leaky", f"raise RuntimeError('cannot read {home}/lib/libx.so.1, ask janedoe')")
     (folder / "flash_attn.py").write_text(SEGFAULTS)
     # shadows the installed distribution
-    plugin(folder, "nsa-backend-fa2", "raise RuntimeError('not this one')")
+    install(folder, "nsa-backend-fa2", "raise RuntimeError('not this one')")
     (folder / "toy_fa2.py").write_text(
         f"NAME, HOME = 'fa2', 'toy_fa2'\n{REGISTERS}def probe(request):\n    1 // 0\n"
     )

@@ -11,17 +11,11 @@ from collections.abc import Callable
 import pytest
 
 import toys
+from clean_environment import clean_environment as clean_environment
+from installed import install as install_into
 from nsa_core.plan.registry import Registry, discover
 
 LIMIT_S = 8.0  # long enough for a busy machine; only toy-hangs reaches it
-
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    """Use no plugin settings from the environment, and an empty cache directory."""
-    monkeypatch.delenv("NSA_PLUGINS", raising=False)
-    monkeypatch.delenv("NSA_DISABLE_PLUGINS", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +24,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     target = tmp_path_factory.mktemp("zoo")
     toys.build_and_install(tmp_path_factory.mktemp("build"), target, "toy-good", priority=5)
     for name, (point, source) in {**toys.SOURCES, **toys.DEADLY}.items():
-        toys.install(target, name, point, source)
+        install_into(target, name, source, point=point, version="1.2")
     return target
 
 
@@ -62,7 +56,7 @@ def install(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable
     def install_toy(
         distribution: str, source: str, point: str | None = None, version: str = "1.2"
     ) -> pathlib.Path:
-        toys.install(target, distribution, point or distribution, source, version)
+        install_into(target, distribution, source, point=point, version=version)
         monkeypatch.delitem(sys.modules, distribution.replace("-", "_"), raising=False)
         return target
 

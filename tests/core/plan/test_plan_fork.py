@@ -8,6 +8,7 @@ import textwrap
 import pytest
 
 import toys
+from installed import install
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 
@@ -77,7 +78,7 @@ def backends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     kernel = source.split("def forward", 1)[1]
     plugin = source.replace('"toy_slow:forward"', '"toy_kernel:forward"')
     (path / "toy_kernel.py").write_text(SLOW.format(event="kernel") + "\ndef forward" + kernel)
-    toys.install(path, "toy-slow", "toy-slow", SLOW.format(event="plugin") + plugin)
+    install(path, "toy-slow", SLOW.format(event="plugin") + plugin)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         env={

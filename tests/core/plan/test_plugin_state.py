@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import toys
+from installed import install
 from nsa_core import NSAConfig, NSAttention, resolve
 from nsa_core.plan.registry import discover
 from nsa_core.util import global_state
@@ -74,7 +75,7 @@ def _sources(change: str, moment: str) -> dict[str, str]:
 
 
 def _install(path: Path, modules: dict[str, str]) -> None:
-    toys.install(path, "toy-state", "toy-state", modules.pop("toy_state"))
+    install(path, "toy-state", modules.pop("toy_state"))
     for name, source in modules.items():
         (path / f"{name}.py").write_text(source)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import toys
+from installed import install as install_into
 from nsa_cli import output
 from nsa_core.config import NSAConfig
 from nsa_core.contract import API_VERSION, BackendSpec, Reason, SlotSpec, Unavailable
@@ -208,7 +209,7 @@ def test_second_copy_of_a_distribution_on_the_path_is_ignored(install, tmp_path,
     install("toy-twice", toys.good("toy-twice", "toy_twice"), version="2.0")
     second = tmp_path / "second"
     second.mkdir()
-    toys.install(second, "toy-twice", "toy-twice", toys.good("toy-twice", "toy_twice"), "1.0")
+    install_into(second, "toy-twice", toys.good("toy-twice", "toy_twice"), version="1.0")
     with open(second / "toy_twice-1.0.dist-info" / "entry_points.txt", "a") as points:
         points.write("toy-gone-since = toy_twice\n")
     monkeypatch.setattr("sys.path", [*sys.path, str(second)])

@@ -140,21 +140,6 @@ REFUSED = {  # distribution -> (status, text that its reason contains)
 }
 
 
-def install(
-    target: pathlib.Path, distribution: str, point: str, source: str, version: str = "1.2"
-) -> None:
-    """Write the files of an installed distribution: the module and its .dist-info."""
-    package = distribution.replace("-", "_")
-    (target / f"{package}.py").write_text(textwrap.dedent(source), encoding="utf-8")
-    info = target / f"{package}-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
-    )
-    (info / "entry_points.txt").write_text(f"[nsa.backends]\n{point} = {package}\n")
-    (info / "RECORD").write_text("")
-
-
 def build_and_install(work: pathlib.Path, target: pathlib.Path, name: str, priority: int) -> None:
     """Build a wheel with setuptools and install it with pip, offline."""
     package = name.replace("-", "_")

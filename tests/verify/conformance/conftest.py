@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
+from clean_environment import clean_environment as clean_environment
 from nsa_cli import scaffold
 from nsa_core.contract import BackendSpec, import_named
 from nsa_core.plan.registry import default_registry
@@ -14,14 +15,6 @@ from nsa_verify.conformance import BackendConformance
 
 # module of the package -> (source text that occurs once, its replacement)
 Changes = Mapping[str, tuple[str, str]]
-
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    """Remove the user's settings and cached trial results."""
-    for name in ("NSA_PLUGINS", "NSA_DISABLE_PLUGINS", "NSA_CHECK", "COLUMNS", "FORCE_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
