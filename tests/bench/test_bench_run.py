@@ -236,29 +236,11 @@ def test_the_compare_command_names_the_figures_that_the_new_file_lacks(nsa, run,
     assert (other.code, other.out.splitlines()) == (0, ["15 figures: 7 same, 8 new"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "text"),
-    [
-        (("--combo", "win=sdqa"), 2, "did you mean 'sdpa'"),
-        (("--combo", "triton"), 3, "triton"),
-        (("--phase", "decode,forward"), 2, "nsa bench decode times steps of decoding"),
-        (("decode", "--device", "cpu", "--combo", "win=fa2"), 3, "fa2"),
-        (("--shape", "12/5/64"), 2, "do not divide"),
-        (("--blocks", "1,2"), 2, "five integers"),
-        (("--dtype", "int8"), 2, "int8"),
-        (("--preset", "huge"), 2, "'quick', 'full'"),
-        (("decode", "--preset", "huge"), 2, "'quick', 'full'"),
-        (("--threads", "2", "decode"), 2, "--threads: not before decode"),
-        (("--json", "x", "decode"), 2, "--json: not before decode"),
-        (("decode", "--page-size", "64"), 2, "--page-size: give --shape or --length"),
-    ],
-    ids=lambda value: "-".join(value).strip("-") if isinstance(value, tuple) else None,
-)
-def test_bad_arguments_are_refused(nsa, arguments, code, text):
-    device = () if "decode" in arguments else ("--device", "cpu")
-    done = nsa("bench", *device, *arguments)
-    assert done.code == code
-    assert text in done.err
+@pytest.mark.parametrize("words", ["bench --combo triton", "bench decode --combo win=fa2"])
+def test_a_backend_that_cannot_run_here_is_refused(nsa, words):
+    done = nsa(*words.split(), "--device", "cpu")
+    assert done.code == 3
+    assert words.rpartition("=")[2].rpartition(" ")[2] in done.err
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import json
 import sys
 
 import pytest
-import torch
 
 from nsa_cli import output
 from nsa_core.contract import FUSED_DECODE, SLOTS, BackendSpec, Reason, SlotSpec
@@ -134,14 +133,6 @@ def test_show_has_no_rank_column_for_a_backend_without_a_rank(nsa):
     assert "rank" not in done.out
     (row,) = json.loads(nsa("backends", "show", "fa2", "--json").out)["backends"]
     assert {slot["rank"] for slot in row["slots"].values()} == {None}
-
-
-def test_row_58_an_unknown_name_suggests_a_similar_one(nsa):
-    for command in (["show", "tritn"], ["explain", "--sel", "tritn"]):
-        done = nsa("backends", *command)
-        assert (done.code, done.out) == (2, "")
-        assert "unknown backend 'tritn'; did you mean 'triton'?" in done.err
-        assert done.err.count("\n") == 1
 
 
 class ToyProbes:
@@ -288,31 +279,6 @@ def test_explain_passes_every_option_to_the_request(nsa, toy):
     assert nsa("backends", "explain", "--phase", "decode", "--sel", "fa2").code == 3
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--dtype", "int8"], "dtype must be one of"),
-        (["--n-heads", "13", "--n-kv-heads", "4"], "13 query heads do not divide over 4"),
-        (["--phase", "dcode"], "--phase: 'dcode' is not one of 'prefill', 'decode'"),
-        (["--device", "gpu"], "--device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
-        (["--head-dim", "x"], "--head-dim"),
-        (["--nonsense"], "nonsense"),
-    ],
-)
-def test_invalid_requests_exit_with_code_2_and_one_line(nsa, options, message):
-    done = nsa("backends", "explain", *options)
-    assert (done.code, done.out) == (2, "")
-    assert message in done.err
-    assert done.err.count("\n") == 1
-
-
-def test_an_unavailable_device_exits_with_code_3(nsa, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    done = nsa("backends", "explain", "--device", "cuda")
-    assert done.code == 3
-    assert "--device cuda cannot be used: torch" in done.err
-
-
 def test_safe_mode_reaches_the_registry(nsa, monkeypatch):
     calls = []
     monkeypatch.setattr(
@@ -350,7 +316,6 @@ def test_list_and_show_with_phase_decode(nsa):
     assert "a ring holds them turned" in nsa(
         "backends", "show", "fa2", "--phase", "decode"
     ).out.replace("\n", " ")
-    assert nsa("backends", "list", "--phase", "decoding").code == 2
 
 
 def test_explain_with_phase_decode_and_pages(nsa):
@@ -359,7 +324,6 @@ def test_explain_with_phase_decode_and_pages(nsa):
     assert document["request"]["page_size"] == 128
     assert document["request"]["summary"].endswith("decode, pages of 128 tokens")
     assert {row["chosen"] for row in document["slots"].values()} == {"sdpa"}
-    assert nsa("backends", "explain", "--phase", "decode", "--page-size", "100").code == 2
     quantized = nsa("backends", "explain", "--phase", "decode", "--kv-dtype", "int8", "--json")
     document = json.loads(quantized.out)
     assert document["request"]["kv_dtype"] == "int8"
@@ -451,23 +415,6 @@ def test_gpu_option_assumes_a_full_installation(nsa, monkeypatch):
         assert out.count(lacking) == out.count("the package x is not installed") == 1
         assert "needs sm_90" in out
         assert "missing here" not in nsa("backends", *command).out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["list", "--gpu", "a1000"], "unknown GPU 'a1000'; did you mean 'a100'? (known: v100, t4,"),
-        (["show", "sdpa", "--gpu", "sm_81"], "unknown GPU 'sm_81'; did you mean 'sm_8"),
-        (["explain", "--gpu", ""], "unknown GPU ''"),
-        (["explain", "--gpu", "a100", "--device", "cpu"], "leave out --device cpu"),
-        (["list", "--gpu", "a100", "--no-probe"], "leave out --no-probe"),
-    ],
-)
-def test_gpu_option_refuses_what_it_cannot_answer(nsa, arguments, message):
-    done = nsa("backends", *arguments)
-    assert (done.code, done.out) == (2, "")
-    assert message in done.err
-    assert done.err.count("\n") == 1
 
 
 def test_explain_lists_slots_with_the_same_candidates_together(nsa, toy):

@@ -128,21 +128,6 @@ def test_doctor_ends_with_problems_and_the_command_to_type(
     assert verdict == "no attention can run in this environment"
 
 
-def test_an_error_breaks_no_word_in_a_terminal(monkeypatch, nsa) -> None:
-    class Screen(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    command = ("backends", "list", "--gpu", "a1000")
-    piped = nsa(*command).err
-    screen = Screen()
-    monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setenv("COLUMNS", "80")
-    assert nsa(*command).code == 2
-    assert screen.getvalue().count("\n") > 1
-    assert_readable(screen.getvalue(), piped, 80)
-
-
 def test_show_prints_which_fused_forms_state_their_workspace(nsa):
     lines = nsa("backends", "show", "triton", "--gpu", "h100").out.splitlines()
     first = lines.index("fused     workspace")

@@ -338,17 +338,3 @@ def test_errors_on_a_terminal_break_between_words(monkeypatch, capsys):
     assert lines[2].startswith("    word")
     assert "".join(line.strip() for line in lines).endswith("x" * 50)
     assert max(map(len, lines)) <= 40
-
-
-def test_a_message_of_a_plugin_is_escaped_and_cut(nsa, monkeypatch):
-    failed = report("parity")
-    for finding in failed["findings"]:
-        finding["detail"] = "\x1b[2J" + "x" * 5000
-    monkeypatch.setattr(verify, "run_combinations", lambda *a: [failed])
-    out = nsa("verify", "--device", "cpu").out
-    joined = "".join(out.split())  # a long word is cut into lines
-    assert "\x1b" not in out
-    assert "\\x1b[2J" in joined
-    assert "x" * 790 in joined
-    assert "morecharacters)" in joined
-    assert len(out) < 5000

@@ -264,6 +264,8 @@ def test_a_new_backend_needs_an_empty_folder(nsa, tmp_path):
     assert {path.read_text() for path in folder.iterdir()} == {"mine"}
     done = nsa("backends", "new", "toy-one", str(folder / "a" / "new"))
     assert (done.code, f"the directory {folder / 'a'} does not exist" in done.err) == (2, True)
+    done = nsa("backends", "new", "toy-one", str(folder / "a"))
+    assert (done.code, "is not a folder" in done.err) == (2, True)
     done = nsa("backends", "new", "toy-one", "/proc/new")
     assert (done.code, "no file can be created in /proc" in done.err) == (2, True)
 

@@ -66,15 +66,6 @@ def test_one_history_runs_alone(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "line", ["win tokens=x", "wim", "win w", "decode lengths=3 new=4", "cache batch=2 step=1"]
-)
-def test_a_wrong_case_is_a_usage_error(nsa, line: str) -> None:
-    done = nsa("verify", "--case", line)
-    assert done.code == 2
-    assert done.err.startswith("nsa: --case")
-
-
 def _finding(ok: bool | None, detail: str = "", slot: str = "sel") -> dict[str, object]:
     finding = {"check": f"generated {slot}", "slot": slot, "case": f"{slot} w=3"}
     finding |= {"dtype": "float32", "quantity": "o", "detail": detail}

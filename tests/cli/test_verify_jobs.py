@@ -231,19 +231,6 @@ def test_a_job_without_a_process_fails_for_every_combination():
 
 
 @pytest.mark.slow
-def test_the_report_does_not_depend_on_the_number_of_processes(nsa, tmp_path):
-    reports = []
-    for jobs in ("1", "2"):
-        file = tmp_path / f"{jobs}.json"
-        done = nsa(
-            "verify", "--device", "cpu", "--cmp", "sdpa", "--jobs", jobs, "--json", str(file)
-        )
-        assert done.code == 0, done.err
-        reports.append({k: v for k, v in json.loads(file.read_text()).items() if k != "seconds"})
-    assert reports[0] == reports[1]
-
-
-@pytest.mark.slow
 def test_shards_are_parts_of_the_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     some = suite.jobs("quick", DTYPES, text=None, phase="prefill")[:31]
     monkeypatch.setattr(suite, "jobs", lambda *_, **__: some)
@@ -261,10 +248,3 @@ def test_shards_are_parts_of_the_whole_run(tmp_path: Path, monkeypatch: pytest.M
         counts[shard] = Counter(tuple(f[key] for key in keys) for f in report["findings"])
     assert counts["1/2"] + counts["2/2"] == counts[None]
     assert min(counts["1/2"].total(), counts["2/2"].total()) > counts[None].total() / 4
-
-
-@pytest.mark.parametrize("shard", ["0/2", "3/2", "2", "1/x", "-1/2"])
-def test_a_wrong_shard_is_a_usage_error(shard: str) -> None:
-    done = CliRunner().invoke(app, ["verify", "--device", "cpu", "--shard", shard])
-    assert done.exit_code == 2
-    assert "such as 1/4" in " ".join(done.output.replace("│", " ").split())

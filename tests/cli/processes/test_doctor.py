@@ -13,7 +13,7 @@ import time
 import pytest
 
 from installed import install
-from nsa_cli import doctor, health
+from nsa_cli import health
 
 SEGFAULTS = "import ctypes\nctypes.string_at(0)\n"
 GPU = {"name": "Some GPU", "capability": [9, 0], "memory_bytes": 80 * 2**30}
@@ -163,18 +163,6 @@ def test_without_a_backend_for_a_slot_the_problem_is_one_sentence(nsa, monkeypat
 
 
 @pytest.mark.slow
-def test_the_block_has_no_path_and_no_user(report, monkeypatch, capsys) -> None:
-    monkeypatch.setenv("LOGNAME", "janedoe")
-    doctor.print_block(report[0])
-    out = capsys.readouterr().out
-    assert "cannot read .../libx.so.1, ask USER" in out
-    assert "janedoe" not in out
-    assert "runs on cpu: yes" in out
-    assert out.startswith("```\n")
-    assert out.endswith("```\n")
-
-
-@pytest.mark.slow  # the test above checks the block in the ordinary run
 def test_the_report_prints_no_path_and_no_user(nsa, broken_site, monkeypatch) -> None:
     monkeypatch.setenv("LOGNAME", "janedoe")
     monkeypatch.setenv("NSA_DISABLE_PLUGINS", "raiser")  # as the doctor advises

@@ -11,7 +11,6 @@ import pytest
 
 from nsa_cli import scaffold
 from nsa_core.errors import InvalidInput
-from nsa_core.util.atomic_files import NotWritten
 
 SHORT = "loads or generated and win and float32"
 LONG = "loads or operator or generated and (win or steps)"
@@ -107,21 +106,6 @@ def test_an_invalid_or_used_name_is_refused(name: str, tmp_path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_an_invalid_name_exits_with_code_2_and_one_line(nsa, tmp_path) -> None:
-    done = nsa("backends", "new", "Mine", str(tmp_path / "new"))
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "'Mine' cannot be a backend's name" in done.stderr
-
-
-def test_existing_files_are_not_overwritten(tmp_path) -> None:
-    (tmp_path / "mine.txt").write_text("precious")
-    for folder in (tmp_path, tmp_path / "mine.txt"):
-        with pytest.raises(InvalidInput, match=r"not empty: it holds mine\.txt;|not a folder"):
-            scaffold.create("mine", folder)
-    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
-    assert (tmp_path / "mine.txt").read_text() == "precious"
-
-
 def test_an_empty_directory_is_accepted(tmp_path) -> None:
     written = scaffold.create("mine", tmp_path)
     assert {p.name for p in written} >= {
@@ -132,12 +116,3 @@ def test_an_empty_directory_is_accepted(tmp_path) -> None:
         "win.py",
     }
     assert all(p.is_file() for p in written)
-
-
-def test_a_failed_write_leaves_no_files(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(
-        scaffold, "rendered", lambda name: {"a/b.txt": "text", "a/b.txt/c.txt": "text"}
-    )
-    with pytest.raises(NotWritten, match=r"could not write .*new: "):
-        scaffold.create("mine", tmp_path / "new")
-    assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 import toys
 from installed import install as install_into
-from nsa_cli import output
 from nsa_core.config import NSAConfig
 from nsa_core.contract import API_VERSION, BackendSpec, Reason, SlotSpec, Unavailable
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
@@ -106,26 +104,6 @@ def test_evidence_is_a_tuple_of_nonempty_strings(evidence):
 def test_a_malformed_version_of_the_contract_is_named_with_a_valid_one(version):
     (fault,) = faults_of(BackendSpec("toy", version, {"win": SlotSpec("x:f")}, "x:f"))
     assert fault == f"api_version must be (major, minor), such as {API_VERSION}, got {version!r}"
-
-
-@pytest.mark.slow
-def test_row_57_backends_list_shows_every_status_and_reason(isolated, nsa, monkeypatch):
-    monkeypatch.setattr(output, "find_backends", lambda: isolated)
-    done = nsa("backends", "list", "--json")
-    assert done.code == 0
-    rows = {row["distribution"]: row for row in json.loads(done.out)["backends"]}
-    for name, (status, words) in toys.REFUSED.items():
-        assert rows[name]["status"] == status
-        assert words in rows[name]["reason"]["message"]
-        assert rows[name]["reason"]["code"]
-    assert rows["toy-good"]["slots"]["combine"]["accepted"]
-    assert rows["toy-probe-raises"]["slots"]["combine"]["reasons"][0]["code"] == "probe_raised"
-    text = nsa("backends", "list")
-    assert text.code == 0
-    assert "[bold red]boo[/]" in text.out  # neither interpreted as markup nor truncated
-    assert not {c for c in text.out + text.err if (c < " " and c != "\n") or c == "\u202e"}
-    for _, words in toys.REFUSED.values():
-        assert words in text.out
 
 
 def test_row_57_a_plugin_in_a_child_is_planned_without_its_kernels_here(isolated):
