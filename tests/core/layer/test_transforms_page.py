@@ -1,8 +1,7 @@
-"""Each sentence of the page on transforms has a test, or is what a code block of the page shows."""
+"""What docs/how-to/transforms.md advises instead of an unsupported transform, and on exports."""
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,90 +12,6 @@ from torch.export import Dim, export
 
 from cases import boundaries, inputs, layer_of, small
 from nsa_core import InvalidInput, NSAConfig, block_attention, block_attention_decode
-
-PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "transforms.md"
-BLOCK = "a code block of the page"  # Sybil runs it
-# Sentence -> the tests in this folder, or BLOCK.
-TESTS: dict[str, tuple[str, ...]] = {
-    "`torch.func` works with `grad`, `vjp`, `jacrev` and `vmap`, and `torch.export` with "
-    "dynamic batch and length.": (
-        "test_per_sample_gradients_equal_a_loop",
-        "test_vjp_equals_autograd_inside_and_after_the_transform",
-        "test_nested_vmap_and_jacrev",
-        "test_exported_layer_equals_the_layer_at_every_length",
-    ),
-    "`vmap` over `grad` computes one gradient per sample and parameter:": (
-        BLOCK,
-        "test_per_sample_gradients_equal_a_loop",
-        "test_per_sample_gradients_with_other_options",
-    ),
-    "Packed documents (`cu_seqlens`) are not supported under `vmap`.": (
-        "test_packed_documents_under_vmap_are_refused",
-    ),
-    "Call the layer once per sample in a loop.": (
-        "test_packed_documents_in_a_loop_have_their_gradients",
-    ),
-    "NSA kernels have first derivatives, in reverse mode.": (
-        "test_vjp_equals_autograd_inside_and_after_the_transform",
-    ),
-    "Other kinds raise `Unsupported`:": ("test_kernels_raise_unsupported_at_every_nesting",),
-    "Forward mode: a tangent of `jvp`, `jacfwd`, `hessian`, `linearize` or "
-    "`torch.autograd.forward_ad` reaches a kernel.": (
-        "test_kernels_raise_unsupported_at_every_nesting",
-        "test_linearize_raises_unsupported",
-    ),
-    "Second derivatives, from nested `grad` or `jacrev`, or from `create_graph=True`.": (
-        "test_kernels_raise_unsupported_at_every_nesting",
-        "test_second_derivatives_are_never_silently_zero",
-    ),
-    "Instead of a Hessian-vector product, take the difference of two gradients in float64.": (
-        "test_differences_of_gradients_converge",
-    ),
-    "A backward of a batch of gradients (`is_grads_batched=True`, or `vectorize=True` in "
-    "`torch.autograd.functional`).": ("test_kernels_refuse_a_batch_of_gradients",),
-    "Use `jacrev`, or `vmap` over `vjp`.": ("test_nested_vmap_and_jacrev",),
-    "Any tangent in steps with a cache and `block_attention_decode`, which have no gradient.": (
-        "test_decode_steps_refuse_tangents",
-        "test_steps_have_no_gradient",
-    ),
-    "Mark batch and length as dynamic.": (BLOCK,),
-    "The minimum length must be at least `compress_block_size + compress_stride`, 48 by default:": (
-        "test_the_minimum_length_of_an_export",
-        "test_a_shorter_minimum_cannot_be_exported",
-    ),
-    "Before a process loads the program, it must import `nsa_core` and resolve the plan "
-    "(`attn.plan`), because this defines the operators of the backends.": (
-        "test_another_process_resolves_the_plan_before_it_loads",
-    ),
-    "A program has one plan, for the device and dtype of the example.": (
-        "test_exported_function_equals_eager_and_has_the_plan_of_short_sequences",
-    ),
-    "Its results are correct for every length, but another plan may be faster for long "
-    "sequences.": ("test_exported_function_equals_eager_and_has_the_plan_of_short_sequences",),
-    "Packed calls with a dynamic number of rows or documents are not supported; use "
-    "[`torch.compile`](cuda-graphs.md#compile-the-layer) for them.": (
-        "test_packed_calls_with_dynamic_rows_cannot_be_exported",
-    ),
-}
-
-
-def sentences(page: str) -> list[str]:
-    """Return the sentences of a page, without headings, code blocks and marks."""
-    prose = re.sub(r"^```.*?^```$|^#.*?$|^<!--.*?-->$", "", page, flags=re.DOTALL | re.MULTILINE)
-    found = []
-    for paragraph in re.split(r"\n\n|\n- ", prose):
-        text = " ".join(paragraph.split()).removeprefix("- ")
-        found += re.split(r"(?<=[.:]) (?=[A-Z`])", text)
-    return [sentence for sentence in found if sentence]
-
-
-def test_every_sentence_has_a_test() -> None:
-    assert sentences(PAGE.read_text(encoding="utf-8")) == list(TESTS)
-    defined = set[str]()
-    for path in Path(__file__).parent.glob("test_*.py"):
-        defined |= set(re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.M))
-    named = {name for tests in TESTS.values() for name in tests}
-    assert named - {BLOCK} <= defined
 
 
 def test_packed_documents_in_a_loop_have_their_gradients() -> None:
