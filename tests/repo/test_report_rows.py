@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from typing import Any, NamedTuple
 
 import pytest
@@ -48,22 +46,6 @@ def test_the_page_has_25_rows_without_empty_cells(repo: Any) -> None:
         assert named_tests(row) or result_files(row) or commands(row), row.number
         for file in result_files(row):
             assert (repo.root / file).is_file(), (row.number, file)
-
-
-def collected(repo: Any, files: set[str]) -> set[str]:
-    """Return the ids of the tests in ``files``, without parameters, and the files that have any."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, *files], cwd=repo.root, capture_output=True, text=True)
-    assert done.returncode in (0, 5), done.stdout + done.stderr
-    ids = {line.split("[")[0] for line in done.stdout.splitlines() if "::" in line}
-    return ids | {name.split("::")[0] for name in ids}
-
-
-@pytest.mark.slow
-def test_every_named_test_is_collected(repo: Any) -> None:
-    named = {name for row in rows(repo) for name in named_tests(row)}
-    missing = named - collected(repo, {name.split("::")[0] for name in named})
-    assert not missing, f"tests/verify/report_rows/README.md names {sorted(missing)}"
 
 
 def command_error(words: list[str], repo: Any) -> str:
