@@ -7,16 +7,12 @@ import os
 import re
 import subprocess
 import sys
-import types
-from typing import Any
 
 import pytest
 import torch
 
 from installed import install
-from nsa_core import InvalidInput, NSAConfig, block_attention, nsa_attention, resolve
-from nsa_core.contract import API_VERSION, BackendSpec, SlotSpec
-from nsa_core.plan.registry import discover
+from nsa_core import block_attention
 
 HERE = "tests/repo/test_security.py"
 PLUGINS = "tests/core/plan/test_registry_plugins.py"
@@ -134,7 +130,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/bench/test_bench_page.py::test_the_page_is_one_file_that_may_not_load_anything",
     ),
     "The library checks shape, dtype and device of each tensor before a backend receives it.": (
-        f"{HERE}::test_a_tensor_that_does_not_fit_reaches_no_backend",
+        "tests/core/layer/test_wrong_calls.py::test_the_error_names_the_argument_and_the_fix",
     ),
     "It does not read values on the GPU: there, a malformed `cu_seqlens` gives wrong numbers, but"
     " no access outside the tensors.": (
@@ -282,63 +278,6 @@ def test_imports_and_commands_open_no_connection(command, tmp_path):
     assert not trace.exists(), trace.read_text()
     run("-c", "import socket; socket.socket(type=socket.SOCK_DGRAM).connect(('127.0.0.1', 9))")
     assert trace.exists(), "the hook sees no connection"
-
-
-CONFIG = NSAConfig(
-    dim=32,
-    n_heads=4,
-    n_kv_heads=2,
-    compress_block_size=8,
-    compress_stride=4,
-    select_block_size=16,
-    num_selected_blocks=3,
-    window_size=8,
-)
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v", "gates"])
-@pytest.mark.parametrize("change", ["shape", "dtype", "device", "rank"])
-def test_a_tensor_that_does_not_fit_reaches_no_backend(name, change, monkeypatch):
-    calls = []
-    # Kernels are kept by the name of their module.
-    module: Any = types.ModuleType(f"spying_backend_{name}_{change}")
-    module.accept = lambda request: []
-
-    def forward(*tensors: torch.Tensor, call: Any) -> None:
-        calls.append(tensors)
-        raise AssertionError("a backend received the tensors")
-
-    module.forward = forward
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    slot = SlotSpec(f"{module.__name__}:forward")
-    slots = dict.fromkeys(("cmp", "sel", "win"), slot)
-    spec = BackendSpec("spy", API_VERSION, slots, f"{module.__name__}:accept")
-    plan = resolve(
-        CONFIG,
-        backends=dict.fromkeys(slots, "spy"),
-        registry=discover(safe=True).with_backend(spec, version="1.0"),
-        needs_grad=False,
-    )
-    tensors = {n: torch.rand(1, 40, h, 8) for n, h in (("q", 4), ("k", 2), ("v", 2))}
-    tensors["gates"] = torch.rand(1, 40, 4, 3)
-    changes = {
-        "shape": lambda x: x[:, :-1],
-        "dtype": lambda x: x.double(),
-        "device": lambda x: x.to("meta"),
-        "rank": lambda x: x[0, 0],
-    }
-
-    def call() -> None:
-        q, k, v, gates = (tensors[n] for n in ("q", "k", "v", "gates"))
-        nsa_attention(q, k, v, gates=gates, config=CONFIG, plan=plan)
-
-    with pytest.raises(Exception, match="a backend received the tensors"):
-        call()
-    assert calls.pop()
-    tensors[name] = changes[change](tensors[name])
-    with pytest.raises(InvalidInput):
-        call()
-    assert not calls
 
 
 def test_blocks_out_of_range_have_no_effect():

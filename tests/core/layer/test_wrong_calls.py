@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cases import SMALL, boundaries, inputs, layer_of, sdpa_plan, small
-from nsa_core import InvalidInput, NSAttention, Unsupported, nsa_attention, pad, resolve, unpad
+from nsa_core import InvalidInput, NSAttention, nsa_attention, pad, resolve, unpad
 from nsa_core.layer import attention
 from nsa_core.layer.short_config import NUMBERS
 from nsa_core.plan.candidates import find_candidates
@@ -208,9 +208,16 @@ SENTENCES = [
     ),
 ]
 
+UNFIT = [
+    lambda x: x[:, :-1],
+    lambda x: x.float(),
+    lambda x: x.to("meta"),
+    lambda x: x[0, 0],
+]
 # call -> changes of its arguments, and words of the message
 INVALID = {
     attend: [
+        *(({name: unfit(x)}, f"{name} [") for name, x in CALL.items() for unfit in UNFIT),
         ({"q": q[..., :3, :]}, "q has 3 query heads, but config.n_heads is 4 ("),
         (
             {"k": more(k, 2, 4), "v": more(v, 2, 4)},
@@ -532,18 +539,6 @@ def test_the_layer_does_not_read_its_own_gates(monkeypatch):
 def test_an_unknown_keyword_suggests_a_similar_one():
     with pytest.raises(TypeError, match="unexpected keyword argument 'plna'; did you mean 'plan'"):
         layer(plna=None)
-
-
-def test_tangents_are_refused_in_the_input_and_in_the_parameters():
-    attn = layer_of()
-    weight = attn.qkv.weight
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(X, torch.ones_like(X))
-        with pytest.raises(Unsupported, match="forward-mode differentiation"):
-            attn(dual)
-        dual = torch.autograd.forward_ad.make_dual(weight.detach(), torch.ones_like(weight))
-        with pytest.raises(Unsupported, match="forward-mode differentiation"):
-            torch.func.functional_call(attn, {"qkv.weight": dual}, (X,))
 
 
 class Wrong(torch.nn.Module):
