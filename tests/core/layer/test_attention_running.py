@@ -186,21 +186,6 @@ def test_undefined_gradient_stays_undefined():
     assert grad is None
 
 
-def test_row_31_vmap_and_its_gradient_are_correct():
-    tensors, q = inputs(CONFIG, 1, 12), torch.randn(3, 1, 12, 4, 8, dtype=torch.float64)
-
-    def one(x):
-        return attend(tensors._replace(q=x))
-
-    torch.testing.assert_close(
-        torch.func.vmap(one)(q), torch.stack([one(x) for x in q]), rtol=1e-14, atol=1e-14
-    )
-    leaf = q.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(sum(one(x).sum() for x in leaf), leaf)
-    actual = torch.func.vmap(torch.func.grad(lambda x: one(x).sum()))(q)
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
 def test_row_31_dtensor_is_refused():
     from torch import distributed
     from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
