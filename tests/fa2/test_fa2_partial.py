@@ -138,26 +138,6 @@ def test_every_provider_gives_bitwise_equal_results(
     assert {call["direction"] for call in library.calls} == {"forward", "backward"}
 
 
-@pytest.mark.few_cases
-@pytest.mark.parametrize("slot", SLOTS)
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_gradients_of_pieces_sum_to_those_of_the_whole(
-    name: str, slot: str, library: Library
-) -> None:
-    """Pieces without a gap: their dk and dv sum to those of the whole call, their rows are its."""
-    problem = PROBLEMS[name]
-    inputs, do, cu = problem.inputs(slot, torch.float32)
-    total = sum(problem.lengths)
-    whole = Piece(problem, 0, total).run(slot, inputs, do, cu)
-    sums = {key: torch.zeros_like(x) for key, x in whole.items()}
-    for first, stop in itertools.pairwise((0, 3, 4, 11, 18, total)):
-        piece = Piece(problem, first, stop)
-        for key, x in piece.in_whole(piece.run(slot, inputs, do, cu), inputs).items():
-            sums[key] += x
-    for key, x in whole.items():
-        torch.testing.assert_close(sums[key], x, rtol=1e-5, atol=2e-5, msg=key)
-
-
 def test_win_is_one_call_over_the_keys_of_its_windows(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:

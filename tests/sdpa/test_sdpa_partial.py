@@ -250,21 +250,6 @@ def test_judged_in_every_dtype(case: Case, dtype: torch.dtype) -> None:
 
 
 @CASES
-@pytest.mark.parametrize("slot", BRANCHES)
-def test_gradients_of_pieces_add_up(slot: str, case: Case) -> None:
-    cuts = [0, 1, 5, 22, 45, case.tokens]
-    whole = run_piece(case, slot, torch.float64, 0, case.tokens)
-    pieces = [
-        run_piece(case, slot, torch.float64, first, end) for first, end in itertools.pairwise(cuts)
-    ]
-    for name in whole:
-        axis = {"o": -3, "dq": -3, "lse": -1}.get(name)
-        parts = [piece[name] for piece in pieces]
-        joined = sum(parts) if axis is None else torch.cat(parts, axis)
-        torch.testing.assert_close(joined, whole[name], rtol=1e-12, atol=1e-13)
-
-
-@CASES
 @pytest.mark.parametrize("slot", NAMES)
 def test_whole_sequences_give_the_same_bits(slot: str, case: Case) -> None:
     """A partial plan runs a whole call as other plans do, with and without first_query=0."""

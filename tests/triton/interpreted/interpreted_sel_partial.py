@@ -7,7 +7,6 @@ NaN, new tensors begin as NaN, and the strict interpreter reports accesses outsi
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
 from collections.abc import Iterator
 
@@ -226,20 +225,6 @@ def test_aligned_piece_has_the_bits_of_the_whole_call(packed: bool) -> None:
     o2, lse2 = part.assert_forward(tuned(1))
     assert torch.equal(o2, part.rows(o))
     assert torch.equal(lse2, lse[..., 8:])
-
-
-@pytest.mark.few_cases("False")
-@pytest.mark.parametrize("packed", [False, True])
-def test_gradients_of_pieces_add_up_to_those_of_the_whole_call(packed: bool) -> None:
-    edges = [0, 13, 29]
-    whole = piece(0, 29, packed=packed)
-    pairs = itertools.pairwise(edges)
-    parts = [dataclasses.replace(whole, first=a, stop=b, extra=29) for a, b in pairs]
-    dq, dk, dv = whole.gradients(deterministic=True)
-    of_parts = [part.gradients(deterministic=True) for part in parts]
-    torch.testing.assert_close(torch.cat([g[0] for g in of_parts], -3), dq, rtol=0, atol=1e-13)
-    for i, expected in ((1, dk), (2, dv)):
-        torch.testing.assert_close(sum(g[i] for g in of_parts), expected, rtol=0, atol=1e-13)
 
 
 @pytest.mark.few_cases("False")
