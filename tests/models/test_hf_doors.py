@@ -395,6 +395,13 @@ def test_a_mask_may_have_any_dtype(dtype, documents_alone):
 
 
 @torch.no_grad()
+def test_a_batch_without_rows_may_have_a_mask(documents_alone):
+    model, _ = documents_alone
+    nothing = torch.ones(0, 60, dtype=torch.long)
+    assert model(nothing, attention_mask=nothing).logits.shape[:2] == (0, 60)
+
+
+@torch.no_grad()
 def test_positions_that_do_not_continue_the_cache_are_refused():
     model = nsa_model()
     ids, mask, _ = padded_batch((50, 30))

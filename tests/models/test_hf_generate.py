@@ -39,17 +39,6 @@ def test_the_cache_does_not_change_the_tokens(kind, decoding):
     assert len(expected.unique()) > 5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("decoding", ["greedy", "beams"])
-def test_prompts_of_a_padded_batch_are_continued_as_alone(decoding):
-    model = nsa_model("qwen3", torch.float64)
-    ids, mask, prompts = padded_batch((70, 33, 2))
-    together = generate(model, ids, mask, **DECODING[decoding])
-    for row, prompt in enumerate(prompts):
-        alone = generate(model, prompt, **DECODING[decoding])
-        assert torch.equal(together[row], alone[0])
-
-
 @pytest.mark.few_cases("prompt lookup")
 @pytest.mark.parametrize("assistant", ["same", "other", "prompt lookup"])
 def test_assisted_generation_gives_the_greedy_tokens(assistant):
@@ -104,33 +93,6 @@ def test_bfloat16_logits_of_cache_and_forward_agree():
 
 
 @torch.no_grad()
-def test_a_cache_grows_is_copied_cropped_and_continued():
-    model, ids = nsa_model(dtype=torch.float64), torch.randint(1, 61, (2, 120))
-    expected = model(ids).logits
-    cache = model.new_cache(max_len=10, max_rollback=7)
-    first = model(ids[:, :60], past_key_values=cache)
-    assert first.past_key_values is cache
-    assert cache.get_seq_length() == 60
-    copied = copy.deepcopy(cache)
-    model(ids[:, :7], past_key_values=cache)
-    cache.crop(-7)
-    with_room = copy.deepcopy(cache)
-    for end in (61, 70, 120):
-        for one in (cache, copied, with_room):
-            start = one.get_seq_length()
-            logits = model(ids[:, start:end], past_key_values=one).logits
-            assert torch.allclose(logits, expected[:, start:end], rtol=0, atol=1e-10)
-    cache.batch_select_indices(torch.tensor([1]))
-    cache.batch_repeat_interleave(3)
-    again = model(ids[1:].expand(3, -1)[:, :1], past_key_values=cache).logits
-    alone = model(torch.cat([ids[1:], ids[1:, :1]], 1)).logits[:, -1:]
-    assert torch.allclose(again, alone.expand(3, -1, -1), rtol=0, atol=1e-10)
-    with pytest.raises(InvalidInput, match="crop"):
-        cache.crop(-100)
-    cache.reset()
-    assert torch.allclose(model(ids[[0, 1, 1]], past_key_values=cache).logits[:2], expected)
-
-
 @pytest.mark.parametrize("states_mask", [True, False])
 def test_a_limit_that_no_memory_holds_takes_that_of_the_tokens(states_mask):
     model, (ids, mask, _) = nsa_model(dtype=torch.float64), padded_batch((40, 33))
@@ -146,22 +108,6 @@ def test_a_limit_that_no_memory_holds_takes_that_of_the_tokens(states_mask):
     )
     assert torch.equal(output.sequences[:, 40:], expected)
     assert output.past_key_values.layers[0].state.max_len == 40 + 4096
-
-
-@torch.no_grad()
-def test_the_tokens_of_a_second_turn_may_be_padded_too():
-    model = nsa_model(dtype=torch.float64)
-    ids, mask, _ = padded_batch((30, 18))
-    more, more_mask, _ = padded_batch((20, 33), "right")
-    cache = model.new_cache()
-    model(ids, attention_mask=mask, past_key_values=cache)
-    both = torch.cat([mask, more_mask], 1)
-    logits = model(more, attention_mask=both, past_key_values=cache).logits
-    for row in range(2):
-        tokens = torch.cat([ids[row][mask[row] > 0], more[row][more_mask[row] > 0]])
-        count = int(more_mask[row].sum())
-        expected = model(tokens[None]).logits[0, -count:]
-        assert torch.allclose(logits[row, :count], expected, rtol=0, atol=1e-10)
 
 
 @torch.no_grad()

@@ -119,16 +119,6 @@ def test_padding_on_any_side_goes_with_a_cache(split, pair):
             assert close(actual, batch.expected), (rows, padding, packing, drops_mask)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("packing", ["positions", "boundaries"])
-@pytest.mark.parametrize("pair", ["dense first"], indirect=True)
-def test_packed_documents_and_a_cache_are_refused(packing, pair):
-    model, plain = pair
-    batch = batch_of(plain, 2, "left", packing)
-    with pytest.raises(InvalidInput, match=r"packed documents and a cache .* pass use_cache=False"):
-        model(**batch.arguments, use_cache=True)
-
-
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("pair", ["dense first"], indirect=True)
 def test_gradients_with_checkpointing_are_those_of_the_documents(layout, pair):
@@ -165,7 +155,7 @@ def test_a_cache_grows_is_copied_cropped_reordered_and_continued(pair):
     with pytest.raises(InvalidInput, match="max_rollback is 7"):
         cache.crop(-8)
     cache.crop(-7)
-    for one in (cache, copied):
+    for one in (cache, copied, copy.deepcopy(cache)):
         for end in (61, 70, 120):
             part = ids[:, one.get_seq_length() : end]
             logits = model(part, past_key_values=one).logits

@@ -99,28 +99,6 @@ def test_parameters_that_a_checkpoint_lacks_are_initialised_as_in_a_new_layer(tm
                 assert parameter.std().item() == close, name
 
 
-@pytest.mark.few_cases("left-llama", "right-qwen2")
-@pytest.mark.parametrize("kind", NSA_MODELS)
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_neither_logits_nor_gradients(kind, side):
-    model = nsa_model(kind, torch.float64)
-    ids, mask, prompts = padded_batch((75, 60, 9, 75), side)
-    labels = ids.masked_fill(mask == 0, -100)
-    batch = model(ids, attention_mask=mask)
-    for row, prompt in enumerate(prompts):
-        actual = batch.logits[row][mask[row].bool()]
-        assert torch.allclose(actual, model(prompt).logits[0], rtol=0, atol=1e-12)
-    assert model(ids[:0], attention_mask=mask[:0]).logits.shape == (0, 75, 61)
-    tokens = mask.sum() - len(prompts)
-    model(ids, attention_mask=mask, labels=labels, num_items_in_batch=tokens).loss.backward()
-    grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    for prompt in prompts:
-        model(prompt, labels=prompt, num_items_in_batch=tokens).loss.backward()
-    for name, parameter in model.named_parameters():
-        assert torch.allclose(parameter.grad, grads[name], rtol=1e-9, atol=1e-12), name
-
-
 @pytest.mark.parametrize("boundaries", ["cu_seq_lens_q", "position_ids"])
 def test_packed_documents_do_not_see_each_other(boundaries):
     model = nsa_model("qwen3", torch.float64)
@@ -159,6 +137,7 @@ def test_compiled_forward_and_backward_equal_the_eager_ones():
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_one_compiled_graph_serves_all_batch_sizes_and_lengths(padded):
+    torch.compiler.reset()  # other tests may have compiled this code as often as PyTorch allows
     graphs = []
 
     def backend(graph, inputs):

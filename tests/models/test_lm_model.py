@@ -82,6 +82,9 @@ def test_packed_forward_equals_separate_documents(config, attention):
     packed = model(tokens, bounds, 40)
     separate = torch.cat([model(part[None])[0] for part in tokens.split(lengths) if len(part)])
     torch.testing.assert_close(packed, separate)
+    weights = list(model.parameters())
+    found, expected = (torch.autograd.grad(x.square().sum(), weights) for x in (packed, separate))
+    torch.testing.assert_close(found, expected)
 
 
 def test_logits_do_not_depend_on_future_tokens(config, attention):

@@ -15,11 +15,9 @@ from nsa_core import InvalidInput
 from nsa_models.lm import log
 from nsa_models.lm import train as train_module
 from nsa_models.lm.data import batch_of
-from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.parallel import World
 from nsa_models.lm.recipe import Recipe
 from nsa_models.lm.run_folder import CONFIG
-from nsa_models.lm.task import DataSpec, open_data
 from nsa_models.lm.train import train
 from nsa_models.lm.trainer import StepResult, Trainer
 from training_cases import LENGTH, trainer_of
@@ -119,22 +117,6 @@ def test_accumulation_has_the_losses_of_undivided_steps():
         InvalidInput, match="batch 4 does not divide over accumulate 3 x 1 processes"
     ):
         trainer(**RECIPE | {"accumulate": 3})
-
-
-@pytest.mark.few_cases("dense")
-def test_report_row_6_packed_rows_have_the_losses_of_separate_rows(config, attention):
-    """Rows with one document each have equal losses as [B, S] and packed, over 20 steps."""
-    curves = []
-    layer = dataclasses.replace(config.layer, v_head_dim=None)  # as dense models of transformers
-    config = dataclasses.replace(config, layer=layer, attention=attention)
-    for packed in (False, True):
-        torch.manual_seed(0)
-        data = open_data(DataSpec("uniform", 24, vocab_size=256))
-        data.rows.packed = packed
-        recipe = Recipe(steps=20, batch=2, warmup=2)
-        curves.append(losses(Trainer(LanguageModel(config), data, recipe, HERE), 20))
-    assert curves[0] == pytest.approx(curves[1], abs=1e-3)
-    assert curves[0] != curves[0][:1] * 20
 
 
 @pytest.mark.slow
