@@ -6,7 +6,6 @@ indices and replays.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from unittest import mock
 
@@ -22,10 +21,8 @@ from nsa_backend_triton.decode import span as decode_span
 from nsa_backend_triton.decode.compress import compress
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.strict.interpreter import strict
-from nsa_core import NSAttention
 from nsa_core.contract import SLOTS, DecodeCall
 from nsa_core.dryrun import PeakBytes
-from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_verify.checks.decode_compress import fused_compress
 from nsa_verify.checks.decode_fused import append_parity, fused_gates, fused_step
 from nsa_verify.checks.decode_parity import decode_parity
@@ -437,25 +434,3 @@ def test_compress_refuses_weights_of_other_sizes():
         others = (*weights[:i], wrong, *weights[i + 1 :])
         with pytest.raises(ValueError, match="compress expects weights of shapes"):
             compress(*stores, weights, others, rope=None, call=data.call)
-
-
-@pytest.mark.slow
-def test_layer_decodes_as_with_the_sdpa_backend():
-    """A prompt, a step of one token and a step of several, over a paged cache."""
-    torch.manual_seed(0)
-    config = dataclasses.replace(ONE.case.config, dim=16, rope=True)
-    layer, x = NSAttention(config).double(), torch.randn(2, 22, 16, dtype=FP64)
-    outputs = {}
-    for name in ("sdpa", "triton"):
-        layer.backends = name
-        with (
-            torch.no_grad(),
-            strict() if name == "triton" else contextlib.nullcontext(),
-            record_dispatch() as calls,
-        ):
-            cache = layer.new_cache(2, 32, page_size=16)
-            parts = x.split([17, 1, 4], 1)
-            outputs[name] = torch.cat([layer(part, cache=cache) for part in parts], 1)
-    ran = {(call.backend, call.slot, call.direction) for call in calls}
-    assert {("triton", form, "decode") for form in ("append", "compress", "step")} <= ran
-    assert torch.allclose(outputs["triton"], outputs["sdpa"], rtol=1e-9, atol=1e-9)

@@ -306,20 +306,6 @@ def test_strided_inputs() -> None:
     assert torch.equal(lse, lse2)
 
 
-@pytest.mark.slow
-def test_one_packed_document_equals_dense_bit_for_bit() -> None:
-    x, call = problem([29], False, 2, 3, 8, 8)
-    cu = torch.tensor([0, 29], dtype=torch.int32)
-    packed = {name: t[0] for name, t in x.items()}
-    for min_sharing in (1, 2):
-        o, lse = sel_forward.forward(**x, call=call, tuned=tuned(min_sharing))
-        o2, lse2 = sel_forward.forward(
-            **packed, call=SlotCall(call.geometry, call.scale, cu, 29), tuned=tuned(min_sharing)
-        )
-        assert torch.equal(o[0], o2)
-        assert torch.equal(lse[0], lse2)
-
-
 @pytest.mark.few_cases("1")
 @pytest.mark.parametrize("min_sharing", [1, 2])
 def test_future_keys_change_no_bit(min_sharing: int) -> None:
