@@ -302,7 +302,6 @@ def test_the_completion_script_names_the_variable(nsa, monkeypatch):
         (("--saef",), "--safe"),
         (("verify", "--dtype", "bf61"), "got 'bf61'; did you mean 'bf16'?"),
         (("bench", "--dtype", "float32,fp31"), "got 'fp31'; did you mean 'fp32'?"),
-        (("train", "--out", "x", "--dtype", "brain"), "--dtype: 'brain' is not one of 'float32',"),
     ],
 )
 def test_mistyped_options_get_a_suggestion(nsa, arguments, sentence):

@@ -130,10 +130,6 @@ def test_the_contract_and_all_plugins_import_without_torch():
     )
 
 
-def test_the_command_line_imports_without_torch():
-    assert "torch" not in loaded_by("import nsa_cli.app")
-
-
 @pytest.mark.slow
 def test_public_names_and_the_layer_import_without_torch_dynamo():
     """Importing torch._dynamo takes as long as importing torch. One process imports torch once."""
