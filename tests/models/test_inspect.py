@@ -206,7 +206,7 @@ def test_a_run_is_read_with_its_tokenizer_and_length(write_run, config):
     assert len(longer.tokens) == 50
 
 
-def test_unusable_folders_and_texts_are_refused(write_run, config, tmp_path):
+def test_unusable_folders_and_lengths_are_refused(write_run, config):
     dense = LanguageModel(size("tiny", attention="dense"))
     folder = write_run(dense, ByteTokenizer(), name="dense")
     only = "model_type must be one of nsa_llama, nsa_qwen2, nsa_qwen3, got "
@@ -218,11 +218,6 @@ def test_unusable_folders_and_texts_are_refused(write_run, config, tmp_path):
         open_subject(folder)
     with pytest.raises(InvalidInput, match=r"^checkpoint: .* was trained on a task"):
         open_subject(write_run(LanguageModel(config), data="recall"))
-    (tmp_path / "other").write_text("x")
-    with pytest.raises(InvalidInput, match="is a file: give the folder of a model"):
-        open_subject(tmp_path / "other")
-    with pytest.raises(InvalidInput, match="text must contain text, got only white space"):
-        inspect_text(" \n")
     with pytest.raises(InvalidInput, match="max_tokens must be an integer >= 1 or None, got 0"):
         inspect_text("text", max_tokens=0)
 
@@ -290,10 +285,6 @@ def test_folders_layers_and_missing_libraries_are_refused(planted, tmp_path, mon
         InvalidInput, match="is not empty: it holds file; give a new folder, or force=True to"
     ):
         save(planted, tmp_path)
-    with pytest.raises(InvalidInput, match="file is not a folder"):
-        save(planted, tmp_path / "file", force=True)
-    with pytest.raises(InvalidInput, match=r"directory .*no does not exist; create it first"):
-        save(planted, tmp_path / "no" / "new")
     for name in ("jinja2", "matplotlib"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, name, None)

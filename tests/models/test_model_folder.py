@@ -286,33 +286,10 @@ def dense_fields(**layer: Any) -> dict[str, Any]:
 ERRORS: dict[str, tuple[Callable[[pathlib.Path], Any], type[Exception], tuple[str, str]]] = {
     "absent": (lambda f: open_folder(f / "no"), InvalidInput, ("does not exist", "of nsa train")),
     "a file": (lambda f: open_folder(f / CONFIG), InvalidInput, ("is a file", "folder of a model")),
-    "other tokenizer": (
-        lambda f: (
-            (f / TOKENIZER).write_text(words(*map(str, range(99)))),
-            open_folder(f).tokenizer(),
-        ),
-        InvalidInput,
-        ("has ids up to 102", "a vocabulary of 61"),
-    ),
     "other model": (
         lambda f: (change(f / CONFIG, intermediate_size=40), open_folder(f)),
         InvalidInput,
         ("mlp.down_proj.weight must be float [32, 40], got F32 [32, 48]", "of one model"),
-    ),
-    "more layers": (
-        lambda f: (change(f / CONFIG, num_hidden_layers=9), open_folder(f)),
-        InvalidInput,
-        ("model.layers.2", "is missing"),
-    ),
-    "fewer layers": (
-        lambda f: (change(f / CONFIG, num_hidden_layers=1), open_folder(f)),
-        InvalidInput,
-        ("model.layers.1", "is not a parameter of the model"),
-    ),
-    "two models": (
-        lambda f: ((f / INDEX).write_text('{"weight_map": {}}'), open_folder(f)),
-        InvalidInput,
-        ("model.safetensors and", "remove the one of another model"),
     ),
     "no training": (
         lambda f: trainer_of(0, 1, data="task", resume=f),
