@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 
-from fa2_problems import SLOTS, SMALL, Piece, Problem, kernel
+from fa2_problems import SLOTS, SMALL, Piece, Problem
 from fa2_standin import PROVIDERS, Library, make
 from nsa_backend_fa2 import providers
 from nsa_backend_fa2.plugin import nsa_register_backends
@@ -213,17 +213,6 @@ def test_row_17_malformed_boundaries_cause_no_invalid_access(slot: str, library:
             call = SlotCall(SMALL, 0.3, cu, 30, first_query=first)
             o, lse = module.forward(*piece.values(), call=call)
             module.backward(do[first:stop], *piece.values(), o, lse, call=call)
-
-
-@pytest.mark.slow
-def test_operator_passes_opcheck(library: Library) -> None:
-    problem = Problem((9, 14), batch=None)
-    inputs, _, cu = problem.inputs("cmp", torch.float32)
-    piece = Piece(problem, 6, 19).inputs("cmp", inputs)
-    leaves = [x.detach().requires_grad_() for x in piece.values()]
-    bound = kernel("cmp", problem, partial=True)
-    arguments = (*leaves, cu, 14, bound.scale, list(bound.geometry), False, 6)
-    torch.library.opcheck(bound.op, arguments)
 
 
 def test_every_slot_declares_partial() -> None:

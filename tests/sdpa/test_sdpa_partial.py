@@ -291,30 +291,6 @@ def test_nan_in_keys_after_the_last_query_reaches_nothing(slot: str, case: Case)
         tensors.update(saved)
 
 
-@pytest.mark.parametrize("slot", NAMES)
-def test_compiles_at_most_twice(slot: str) -> None:
-    import torch._dynamo.testing
-
-    tensors, kernel = (
-        inputs_of(DENSE, torch.float32)[slot],
-        getattr(plan_of(DENSE, torch.float32), slot),
-    )
-    counter = torch._dynamo.testing.CompileCounter()
-
-    def call(first: int, *x: torch.Tensor):
-        return kernel(*x, first_query=first)
-
-    compiled = torch.compile(call, backend=counter, fullgraph=True)
-    for first in (5, 9, 16, 31):
-        part = [
-            x if name[0] in "kv" else rows_of(name, x, slice(first, first + 7)).contiguous()
-            for name, x in tensors.items()
-        ]
-        for actual, expected in zip(compiled(first, *part), call(first, *part)):
-            assert torch.equal(actual, expected)
-    assert counter.frame_count <= 2
-
-
 @pytest.mark.few_cases("select-dense")
 @pytest.mark.parametrize(
     "case", [DENSE, pytest.param(PACKED, marks=pytest.mark.slow)], ids=["dense", "packed"]
