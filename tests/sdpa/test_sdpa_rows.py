@@ -206,20 +206,6 @@ def test_row_38_values_of_every_magnitude(factor: float | str, dtype: torch.dtyp
     check(case(), dtype, change)
 
 
-@pytest.mark.parametrize("slot", BRANCHES)
-def test_gradcheck_in_fp64(slot: str) -> None:
-    c = Case(
-        "gradcheck",
-        dataclasses.replace(CONFIG, n_heads=2, n_kv_heads=1, head_dim=4, v_head_dim=4),
-        (21,),
-    )
-    data, plan = c.data(torch.float64), resolve_plan(c, torch.float64)
-    inputs = slot_inputs(slot, data, run_slots(plan, c, data))
-    leaves = [t.clone().requires_grad_() if t.is_floating_point() else t for t in inputs.values()]
-    kernel = getattr(plan, slot)
-    assert torch.autograd.gradcheck(lambda *x: kernel(*x)[0], leaves, fast_mode=True)
-
-
 @pytest.mark.few_cases("cmp-packed", "select-dense", "sel-packed", "win-dense", "combine-dense")
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("slot", ["cmp", "select", "sel", "win", "combine"])
