@@ -9,7 +9,6 @@ from statistics import fmean
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, GPT2Config
 
@@ -147,21 +146,10 @@ def change_config(folder, **values):
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def change_weights(folder, change):
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, {"format": "pt"})
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda f: change_config(f, attention_dropout=0.1), "attention_dropout = 0.1"),
-        (
-            lambda f: change_config(f, model_type="mistral"),
-            "config.json: model_type must be one of llama, qwen2, qwen3, got 'mistral'$",
-        ),
         (
             lambda f: change_config(f, model_type="nsa_llama"),
             "must be one of llama, qwen2, qwen3, got 'nsa_llama': the model has NSA already$",
@@ -172,15 +160,6 @@ def change_weights(folder, change):
             ),
             "rope_parameters = .*'dynamic'.* fixed frequencies: those of default, linear, llama3,",
         ),
-        (
-            lambda f: change_weights(f, lambda t: t.pop("model.layers.1.mlp.up_proj.weight")),
-            "model.layers.1.mlp.up_proj.weight is missing",
-        ),
-        (
-            lambda f: change_weights(f, lambda t: t.update(extra=torch.ones(2))),
-            "'extra' is not a parameter of the model",
-        ),
-        (lambda f: (f / "config.json").unlink(), "has no config.json"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_carried_over_is_refused(damage, message, tmp_path):
