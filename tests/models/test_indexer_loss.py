@@ -128,13 +128,6 @@ def test_queries_inside_a_sequence():
     assert math.isclose(last.item() * 11, whole.item() * TOKENS, rel_tol=1e-12)
 
 
-def test_all_blocks_give_the_loss_of_dense_attention():
-    x = problem(4, 2, 2)
-    x["blocks"] = torch.arange(6).expand(2, TOKENS, 2, 6)
-    loss = indexer_loss(**x, block_size=SIZE)
-    assert math.isclose(loss.item(), plain(**x).item(), rel_tol=1e-12)
-
-
 @pytest.mark.parametrize("autocast", [True, False])
 def test_bfloat16_computes_in_float32(autocast):
     x = {

