@@ -146,12 +146,22 @@ def test_other_mathematics_is_refused_by_name(name):
         ("ernie4_5", "rope_interleaved"),
         ("glm4", "rope_interleaved"),
         ("helium", "rope_interleaved"),
+        ("glm4v_text", "rope_interleaved"),
+        ("hunyuan_vl_text", "qk_norm"),
     ],
 )
 def test_mathematics_that_only_the_code_of_a_model_states_is_refused(kind, name):
     with pytest.raises(InvalidInput, match=f"{name} = "):
         NSAConfig.from_hf({**LLAMA3, "model_type": kind})
-    assert NSAConfig.from_hf({**LLAMA3, "model_type": "apertus"}).qk_norm
+
+
+@pytest.mark.parametrize("stated", [{}, {"qk_norm": True}])
+@pytest.mark.parametrize("kind", ["apertus", "qwen3_vl_text"])
+def test_norms_of_heads_are_implied_by_the_type(kind, stated):
+    assert NSAConfig.from_hf({**LLAMA3, "model_type": kind, **stated}).qk_norm
+    olmo2 = {**LLAMA3, "model_type": "olmo2", **stated}
+    with pytest.raises(InvalidInput, match="qk_norm = 'over all heads'"):
+        NSAConfig.from_hf(olmo2)
 
 
 def test_biases_that_only_the_code_of_a_model_states_are_refused():

@@ -33,10 +33,17 @@ _LARGEST_FILE = 1 << 24  # bytes; a config.json has a few thousand
 # Facts that only the code of a model states: (name, value) -> the model types that imply it.
 _IMPLIED: dict[tuple[str, object], str] = {
     ("attention_bias", True): "qwen2 qwen2_moe qwen2_vl_text qwen2_5_vl_text",
-    ("qk_norm", "per head"): "qwen3 qwen3_moe gemma3_text apertus dots1 exaone4 hy_v3",
+    ("qk_norm", "per head"): (
+        "qwen3 qwen3_moe qwen3_vl_text qwen3_vl_moe_text gemma3_text apertus dots1 exaone4 hy_v3"
+    ),
     ("qk_norm", "over all heads"): "olmo2 olmo3 olmoe flex_olmo minimax_m2",
-    ("qk_norm", "after rotary embedding"): "hunyuan_v1_dense hunyuan_v1_moe",
-    ("rope_interleaved", True): "cohere cohere2 cohere2_moe ernie4_5 ernie4_5_moe glm glm4 helium",
+    ("qk_norm", "after rotary embedding"): (
+        "hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text nanochat"
+    ),
+    ("rope_interleaved", True): (
+        "cohere cohere2 cohere2_moe ernie4_5 ernie4_5_moe ernie4_5_vl_moe_text glm glm4 glm4v_text"
+        " glm_ocr_text helium"
+    ),
     ("attention_sinks", True): "gpt_oss",
 }
 
@@ -246,6 +253,8 @@ def _effective_values(values: dict[str, Any]) -> dict[str, Any]:
     kind = values.get("model_type")
     implied = dict(fact for fact, kinds in _IMPLIED.items() if kind in kinds.split())
     values = {**implied, **values}
+    if values.get("qk_norm") is True:  # the configuration of Apertus states no kind
+        values["qk_norm"] = implied.get("qk_norm", True)
     if values.get("use_sliding_window") is False:
         values["sliding_window"] = None
     rope: Any = values.get("rope_parameters")
