@@ -93,6 +93,24 @@ def test_bfloat16_logits_of_cache_and_forward_agree():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("new", "end", "room"), [(8, 48, 47), (40, 49, 56), (40, 80, 79)])
+def test_a_cache_of_generate_is_never_larger_than_the_limit(monkeypatch, new, end, room):
+    """transformers passes no mask to the model if all tokens of the prompts count."""
+    monkeypatch.setattr("nsa_models.hf.cache.NEW_TOKENS", 16)
+    model, ids = nsa_model(), torch.randint(1, 61, (2, 40))
+    output = model.generate(
+        ids,
+        max_new_tokens=new,
+        stopping_criteria=[lambda tokens, scores, **_: torch.full((2,), tokens.shape[1] == end)],
+        do_sample=False,
+        return_dict_in_generate=True,
+    )
+    cache = output.past_key_values
+    assert cache.layers[0].state.max_len == room
+    model(ids, past_key_values=cache)  # beyond the limit, a cache doubles
+    assert cache.layers[0].state.max_len == 2 * room
+
+
 @pytest.mark.parametrize("states_mask", [True, False])
 def test_a_limit_that_no_memory_holds_takes_that_of_the_tokens(states_mask):
     model, (ids, mask, _) = nsa_model(dtype=torch.float64), padded_batch((40, 33))

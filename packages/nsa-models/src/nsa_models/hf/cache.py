@@ -15,7 +15,8 @@ from nsa_core.limits import check_integers
 from nsa_core.torch_ops.torch_state import dtype_of_products
 from nsa_models.hf.rows import TokenRows
 
-GROWTH = 2**16  # tokens; a full cache is enlarged by its size, and by at most this number
+GROWTH = 2**16  # tokens; a full cache doubles, but grows by at most this number
+NEW_TOKENS = 4096  # for which `generate` allocates at once; many texts end long before their limit
 
 
 class NSACacheLayer(CacheLayerMixin):
@@ -32,6 +33,7 @@ class NSACacheLayer(CacheLayerMixin):
     Attributes:
         state: The tokens; None before the first call.
         columns: Number of columns.
+        limit: Number of columns at which `generate` ends; 0 if another caller made the cache.
         padded: (first column, bool [B, columns] that is True for tokens) of each call with padding.
     """
 
@@ -44,7 +46,7 @@ class NSACacheLayer(CacheLayerMixin):
         super().__init__()
         self.attn, self.max_len, self.max_rollback = attn, max_len, max_rollback
         self.state: NSACache | None = None
-        self.columns = 0
+        self.columns = self.limit = 0
         self.padded: list[tuple[int, torch.Tensor]] = []
 
     def attend(
@@ -77,9 +79,10 @@ class NSACacheLayer(CacheLayerMixin):
         """Return the NSACache with room for the rows of x."""
         needed = self.columns + x.shape[1]
         if self.state is None:
+            spare = NEW_TOKENS if self.limit else 0
             self.state = self.attn.new_cache(
                 x.shape[0],
-                max(self.max_len, needed),
+                self._room(needed, max(self.max_len, needed + spare)),
                 max_rollback=self.max_rollback,
                 dtype=dtype_of_products(x),
                 device=x.device,
@@ -87,8 +90,12 @@ class NSACacheLayer(CacheLayerMixin):
             self.is_initialized = True
         elif needed > self.state.max_len:
             more = min(self.state.max_len, GROWTH)
-            self.state = resized(self.state, max(needed, self.state.max_len + more))
+            self.state = resized(self.state, self._room(needed, self.state.max_len + more))
         return self.state
+
+    def _room(self, needed: int, wanted: int) -> int:
+        """Return the columns to allocate: those wanted, below the limit if that has not passed."""
+        return max(needed, min(wanted, self.limit) if needed <= self.limit else wanted)
 
     @property
     def batch_size(self) -> int:
@@ -166,6 +173,7 @@ class NSACacheLayer(CacheLayerMixin):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NSACacheLayer:
         copied = NSACacheLayer(self.attn, self.max_len, self.max_rollback)
+        copied.limit = self.limit
         if self.state is not None:
             copied.state = resized(self.state, self.state.max_len)
             copied.is_initialized = True
@@ -211,7 +219,7 @@ class NSAModelCache(Cache):
 
     @property
     def _strict_first(self) -> list[NSACacheLayer | DynamicLayer]:
-        """The layers, those first that refuse a wrong argument before anything has changed."""
+        """The layers with NSA first: they refuse a wrong argument before a dense layer changes."""
         return sorted(self.layers, key=lambda layer: isinstance(layer, DynamicLayer))
 
     @property
@@ -235,7 +243,7 @@ class NSAModelCache(Cache):
         """Check that the cache has ``batch`` sequences, and all layers the same columns.
 
         Raises:
-            InvalidInput: It has another number of them; or the columns differ, because a call
+            InvalidInput: The number of sequences differs; or the columns differ, because a call
                 raised an error in one of the layers.
         """
         if self._first.batch_size not in (-1, batch):
@@ -255,7 +263,7 @@ class NSAModelCache(Cache):
         """Check that a mask, bool [B, at least columns], has the tokens of the cache.
 
         Raises:
-            InvalidInput: It has not; the message names the first entry that differs.
+            InvalidInput: The mask differs; the message names the first entry that does.
         """
         held = self.tokens(len(is_token), is_token.device)
         if differs := (is_token[:, : held.shape[1]] != held).nonzero().tolist():

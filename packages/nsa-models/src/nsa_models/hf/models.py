@@ -49,8 +49,6 @@ from nsa_models.hf.rows import nsa_mask
 
 # Assisted generation removes at most the candidates of one round, of which there are few.
 MAX_ROLLBACK = 1024
-# New tokens for which `generate` allocates memory at once. Many texts end long before their limit.
-NEW_TOKENS = 4096
 
 
 class _NSACausalLM(NSAPreTrained):
@@ -173,12 +171,10 @@ class _NSACausalLM(NSAPreTrained):
         rolls_back = generation_config.is_assistant or (
             generation_mode == GenerationMode.ASSISTED_GENERATION
         )
-        mask = model_kwargs.get("attention_mask")
-        allocated = NEW_TOKENS if mask is None else mask.shape[-1] + NEW_TOKENS
-        model_kwargs[CACHE] = self.new_cache(
-            min(max_cache_length, allocated),
-            min(max_cache_length, MAX_ROLLBACK) if rolls_back else 0,
-        )
+        max_rollback = min(max_cache_length, MAX_ROLLBACK) if rolls_back else 0
+        model_kwargs[CACHE] = self.new_cache(max_rollback=max_rollback)
+        for layer in model_kwargs[CACHE].layers:
+            layer.limit = max_cache_length
 
 
 class NSALlamaForCausalLM(_NSACausalLM, LlamaForCausalLM):
