@@ -299,12 +299,22 @@ def test_a_dense_checkpoint_is_no_nsa_model(tmp_path):
         NSA_MODELS["llama"].from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_tokens_may_be_any_integers(dtype):
+    model, text = hf.convert(dense_model(), NSA).model, torch.randint(1, 61, (60,))
+    found = hf.selected_mass(model, text.to(dtype))
+    assert found == hf.selected_mass(model, text)
+    (progress,) = hf.train_new_parameters(model, [text[None].to(dtype)])
+    assert progress.loss > 0
+
+
 @pytest.mark.parametrize(
     ("batch", "passed"),
     [
         (torch.ones(2, 1, dtype=torch.long), r"\[2, 1\] int64"),
         (torch.ones(60, dtype=torch.long), r"\[60\] int64"),
         (torch.ones(2, 60), r"\[2, 60\] float32"),
+        (torch.ones(2, 60).bool(), r"\[2, 60\] bool"),
         ({"input_ids": [1, 2]}, "dict"),
     ],
 )
@@ -314,7 +324,7 @@ def test_a_batch_without_next_tokens_changes_nothing(batch, passed):
     with pytest.raises(InvalidInput, match=rf"batch 1 of batches must be .* got {passed}$"):
         list(hf.train_new_parameters(model, [batch]))
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-    with pytest.raises(InvalidInput, match=r"tokens must be an integer tensor \[T\], of rows of 1"):
+    with pytest.raises(InvalidInput, match=r"integer tensor \[T\] with T >= 1, got list"):
         hf.selected_mass(model, [1, 2])
 
 

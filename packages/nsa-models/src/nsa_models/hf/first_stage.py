@@ -16,6 +16,8 @@ from nsa_core.limits import integer_problems
 from nsa_models.hf.attention import NSASelfAttention
 from nsa_models.lm.mass import Mass, layer_mass, measured_rows
 
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
 
 class StageProgress(NamedTuple):
     """The state of the first stage after a step.
@@ -61,8 +63,8 @@ def train_new_parameters(
         The progress: before training if ``measure`` is given, and after every step.
 
     Raises:
-        InvalidInput: The model has no NSA layer, a number is out of range, or a batch is no such
-            tensor.
+        InvalidInput: The model has no NSA layer, a number is out of range, or a batch is not an
+            integer tensor [B, S] with S >= 2.
     """
     problems = integer_problems("measure_every", measure_every)
     if not 0 < learning_rate < math.inf:
@@ -76,9 +78,9 @@ def train_new_parameters(
     progress = None
     with _only_trainable(model, parameters):
         for step, batch in enumerate(batches, 1):
-            _check_tokens(f"batch {step} of batches", batch, "[B, S]", 2)
+            tokens = _checked_tokens(f"batch {step} of batches", batch, "[B, S]", 2)
             model.train()
-            tokens = batch.to(model.device)
+            tokens = tokens.to(model.device)
             with torch.enable_grad():
                 loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
                 loss.backward()
@@ -133,16 +135,16 @@ def _only_trainable(model: Any, parameters: list[torch.nn.Parameter]) -> Iterato
         model.train(was_training)
 
 
-def _check_tokens(name: str, tokens: Any, axes: str, least: int) -> None:
-    """Check that ``tokens`` is an integer tensor with ``axes`` and rows of ``least`` tokens."""
+def _checked_tokens(name: str, tokens: Any, axes: str, least: int) -> torch.Tensor:
+    """Return integers with ``axes``, of which the last is at least ``least``, as int64."""
     passed = type(tokens).__name__
     if isinstance(tokens, torch.Tensor):
         passed = f"{list(tokens.shape)} {dtype_name(tokens.dtype)}"
         has_rows = tokens.dim() == axes.count(",") + 1 and tokens.shape[-1] >= least
-        if has_rows and not tokens.is_floating_point():
-            return
+        if has_rows and tokens.dtype in _INTEGERS:
+            return tokens.long()
     raise InvalidInput(
-        f"{name} must be an integer tensor {axes}, of rows of {least} tokens or more, got {passed}"
+        f"{name} must be an integer tensor {axes} with {axes[-2]} >= {least}, got {passed}"
     )
 
 
@@ -171,7 +173,7 @@ def selected_mass(model: Any, tokens: torch.Tensor, rows: int = 256) -> list[Mas
             is not longer than the blocks that a token selects.
     """
     layers = _layers(model)
-    _check_tokens("tokens", tokens, "[T]", 1)
+    tokens = _checked_tokens("tokens", tokens, "[T]", 1)
     inputs: dict[int, torch.Tensor] = {}
 
     def keep_input(layer: Any, args: Any, options: dict[str, Any]) -> None:
