@@ -311,6 +311,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"cu_seq_lens_q": torch.tensor([0, 70, 60, 120])},
         r"ascending from 0 to .*, got \[0, 70, 60, 120\]",
     ),
+    "boundaries before the rows": (
+        {"cu_seq_lens_q": torch.tensor([-5, 0, 60, 120])},
+        r"ascending from 0 to .*, got \[-5, 0, 60, 120\]",
+    ),
     "fractions of boundaries": (
         {"cu_seq_lens_q": torch.tensor([0.0, 60.0, 120.0])},
         r"cu_seq_lens_q must be integers, got torch\.float32",

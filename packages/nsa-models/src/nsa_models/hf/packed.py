@@ -129,13 +129,13 @@ def _from_boundaries(call: Call) -> dict[str, Any]:
     """Return the arguments of the layers for documents between boundaries. Synchronises.
 
     Raises:
-        InvalidInput: They descend or end elsewhere, or a document has tokens of two rows.
+        InvalidInput: They descend, start or end elsewhere, or a document has tokens of two rows.
     """
     (rows, columns), boundaries = call.size, call.boundaries
     starts_of_rows = range(0, rows * columns + 1, columns)
     _check_readable("cu_seq_lens_q of several rows, or of rows with padding,", boundaries)
     bounds = boundaries.tolist()
-    is_ascending = bounds == sorted(bounds) and bounds[-1:] == [rows * columns]
+    is_ascending = bounds == sorted(bounds) and {*bounds[:1], *bounds[-1:]} == {0, rows * columns}
     if not is_ascending or not set(starts_of_rows) <= set(bounds):
         raise InvalidInput(
             f"cu_seq_lens_q must hold the boundaries of the {rows} rows laid end to end, ascending"
