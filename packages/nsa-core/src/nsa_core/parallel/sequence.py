@@ -126,10 +126,10 @@ def _compressed(layer: NSAttention, raw: Pair, packing: _Packing, ranks: Ranks) 
     """
     geometry = layer.config.geometry
     blocks = blocks_of_pieces(packing.bounds, ranks, geometry)
-    batch = raw[0].shape[1]
+    batch_and_heads = raw[0].shape[1:3]
     k_raw, v_raw = (x.flatten(1, 2) for x in raw)
     k, v = layer.compressed(k_raw, v_raw, blocks)
-    k, v = (x.unflatten(1, (batch, layer.config.n_kv_heads)) for x in (k, v))
+    k, v = (x.unflatten(1, batch_and_heads) for x in (k, v))
     rows = geometry.max_compressed if packing.packed else geometry.num_compressed
     at = gathered_rows(packing.bounds, ranks, geometry, rows(ranks.total))
     return [

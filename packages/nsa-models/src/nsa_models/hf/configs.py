@@ -43,12 +43,13 @@ class NSAConfigMixin:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Create the configuration from plain values, which must not be those of another type.
+        """Create the configuration from plain values, whose ``model_type`` must be its own.
 
-        transformers would create the attention of another type anew, with random weights.
+        From the checkpoint of a dense model, transformers would create a model whose attention has
+        random weights.
 
         Raises:
-            InvalidInput: They have another ``model_type``.
+            InvalidInput: The values have another ``model_type``.
         """
         config_json.check_type(config_dict.get("model_type", cls.model_type), (cls.model_type,))
         return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]

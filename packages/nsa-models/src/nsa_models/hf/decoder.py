@@ -132,9 +132,10 @@ class _NSADecoder(NSAPreTrained):
 
         Args:
             input_ids: Integer [B, S].
-            attention_mask: [B, S] with the tokens of a cache before the input, as in earlier calls:
-                1 at tokens, and 0 at padding, on either side. Other values are an error, on a GPU
-                only of floats or with NSA_CHECK=1; compiled calls do not check them.
+            attention_mask: [B, S], 1 at tokens and 0 at padding, on either side. Beside a cache it
+                begins with the masks of the earlier calls. Other values are an error; on a GPU,
+                only masks of floats are checked, or all with NSA_CHECK=1. Compiled calls do not
+                check masks.
             position_ids: Integers [B, S], or [1, S] for all rows. A token whose position does not
                 follow that of the token before it starts a document, at any position. Beside a
                 cache, a row has one document, whose positions start at 0 and follow those of the
@@ -244,13 +245,13 @@ class _NSADecoder(NSAPreTrained):
 def _check_mask(call: Call) -> None:
     """Check the shape of ``attention_mask``, and its values.
 
-    Reads a mask of floats, which may be an additive one, and another one on the CPU or with
-    NSA_CHECK=1. Only a mask that is read on a GPU synchronises.
+    Reads any mask on the CPU or with NSA_CHECK=1, and otherwise a mask of floats, which may be an
+    additive one. Only a mask that is read on a GPU synchronises.
 
     Raises:
-        InvalidInput: It is no tensor with one entry per token of the cache and of the input, or has
-            other values than 0 and 1, or it has floats and no 1; or it differs from the masks of
-            the calls that filled the cache.
+        InvalidInput: It is no tensor with one entry per token of the cache and of the input, has
+            other values than 0 and 1, has floats and no 1, or differs from the masks of the calls
+            that filled the cache.
     """
     mask: Any = call.attention_mask
     if mask is None:
