@@ -399,6 +399,22 @@ def test_a_mask_may_have_any_dtype(dtype, documents_alone):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    "packing",
+    [
+        {"position_ids": torch.arange(60)[None] % 30},
+        {"cu_seq_lens_q": torch.tensor([0, 20, 60, 120])},
+    ],
+)
+def test_packed_rows_do_not_depend_on_the_default_device(packing, documents_alone):
+    model, _ = documents_alone
+    ids = torch.randint(1, 61, (2, 60))
+    expected = model(ids, use_cache=False, **packing).logits
+    with torch.device("meta"):
+        assert torch.equal(model(ids, use_cache=False, **packing).logits, expected)
+
+
+@torch.no_grad()
 def test_a_batch_without_rows_may_have_a_mask(documents_alone):
     model, _ = documents_alone
     nothing = torch.ones(0, 60, dtype=torch.long)

@@ -358,7 +358,7 @@ def _documents(
     check_passed_boundaries(options, bounds, batch, columns)
     if bounds is None and is_token is None:
         return None
-    starts = torch.zeros(batch, keys, dtype=torch.bool)
+    starts = torch.zeros(batch, keys, dtype=torch.bool, device="cpu")
     starts[:, 0] = True
     if bounds is not None:
         starts.view(-1)[bounds[:-1]] = True

@@ -62,7 +62,7 @@ class Call(NamedTuple):
     def tokens(self) -> torch.Tensor:
         """Return the rows of the input that are tokens, bool [B, S] on the CPU."""
         if self.attention_mask is None:
-            return torch.ones(self.size, dtype=torch.bool)
+            return torch.ones(self.size, dtype=torch.bool, device="cpu")
         return self.attention_mask[:, self.attention_mask.shape[1] - self.size[1] :].cpu().bool()
 
 
@@ -117,7 +117,7 @@ def packed_documents(call: Call, layer: NSAConfig) -> dict[str, Any]:
 def _arguments(size: torch.Size, lengths: Lengths, device: torch.device) -> dict[str, Any]:
     """Return the arguments of the layers, for rows whose tokens come before their padding."""
     with_padding = [n for row in lengths for n in (*row, size[1] - sum(row)) if n]
-    boundaries = torch.tensor([0, *with_padding]).cumsum(0, dtype=torch.int32)
+    boundaries = torch.tensor([0, *with_padding], device="cpu").cumsum(0, dtype=torch.int32)
     return {
         "cu_seq_lens_q": boundaries.to(device, non_blocking=True),
         "max_length_q": max(with_padding, default=0),
