@@ -1,4 +1,4 @@
-"""What docs/how-to/transforms.md advises instead of an unsupported transform, and on exports."""
+"""The alternatives to unsupported transforms in docs/how-to/transforms.md, and exports."""
 
 from __future__ import annotations
 

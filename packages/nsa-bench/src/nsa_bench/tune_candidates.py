@@ -130,7 +130,7 @@ def find_tune_candidates(
         dtype: Dtype of the inputs.
 
     Raises:
-        Unsupported, BackendUnavailable: No backend accepts a slot.
+        Unsupported, BackendUnavailable: No backend accepts any slot; the message has the reasons.
     """
     requests, accepted = {}, []
     failed: list[tuple[TuneCandidate, str]] = []
@@ -154,7 +154,7 @@ def find_tune_candidates(
                 accepted.append(candidate)
             elif ends:
                 failed.append((candidate, ends[0]))
-    if not (accepted or failed):
+    if not (accepted or failed):  # raises the error with the reasons
         resolve(config, _options(device, dtype, "inference"), registry=registry)
     return TuneCandidates(config, device, dtype, accepted, requests, failed)
 

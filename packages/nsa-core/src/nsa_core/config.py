@@ -260,8 +260,8 @@ class NSAConfig:
                                      rope_frequencies or scale replaces that factor too
             query_pre_attn_scalar    scale = its power -1/2 (Gemma)
             attention_multiplier     scale (Granite)
-            model_type               qk_norm=True for qwen3, qwen3_moe, gemma3_text, apertus, dots1,
-                                     exaone4 and hy_v3
+            model_type               qk_norm=True for qwen3, qwen3_moe, qwen3_vl_text, gemma3_text,
+                                     apertus, dots1, exaone4 and hy_v3
 
         Refused, because the mathematics of NSA would differ, unless named in ``ignore``:
 
@@ -282,7 +282,7 @@ class NSAConfig:
             use_qk_norm, qk_layernorm        norms of another kind; allowed with qk_norm=True.
                                              model_type olmo2, olmo3, olmoe, flex_olmo and
                                              minimax_m2 imply qk_norm over all heads, and
-                                             hunyuan_v1_dense qk_norm after rotary embedding
+                                             hunyuan_v1_dense and nanochat after rotary embedding
 
         Everything else is ignored: vocab_size, hidden_act, intermediate_size,
         num_hidden_layers, max_position_embeddings (NSA has no maximum length), rms_norm_eps,
