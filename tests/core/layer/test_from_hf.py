@@ -156,7 +156,7 @@ def test_mathematics_that_only_the_code_of_a_model_states_is_refused(kind, name)
 
 
 @pytest.mark.parametrize("stated", [{}, {"qk_norm": True}])
-@pytest.mark.parametrize("kind", ["apertus", "qwen3_vl_text"])
+@pytest.mark.parametrize("kind", ["apertus", "qwen3_vl_text", "minimax_m3_vl_text"])
 def test_norms_of_heads_are_implied_by_the_type(kind, stated):
     assert NSAConfig.from_hf({**LLAMA3, "model_type": kind, **stated}).qk_norm
     olmo2 = {**LLAMA3, "model_type": "olmo2", **stated}

@@ -35,6 +35,7 @@ _IMPLIED: dict[tuple[str, object], str] = {
     ("attention_bias", True): "qwen2 qwen2_moe qwen2_vl_text qwen2_5_vl_text",
     ("qk_norm", "per head"): (
         "qwen3 qwen3_moe qwen3_vl_text qwen3_vl_moe_text gemma3_text apertus dots1 exaone4 hy_v3"
+        " minimax_m3_vl_text"
     ),
     ("qk_norm", "over all heads"): "olmo2 olmo3 olmoe flex_olmo minimax_m2",
     ("qk_norm", "after rotary embedding"): (
