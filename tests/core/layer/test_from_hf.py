@@ -148,11 +148,14 @@ def test_other_mathematics_is_refused_by_name(name):
         ("helium", "rope_interleaved"),
         ("glm4v_text", "rope_interleaved"),
         ("hunyuan_vl_text", "qk_norm"),
+        ("qwen2_5_omni_text", "attention_bias"),
     ],
 )
 def test_mathematics_that_only_the_code_of_a_model_states_is_refused(kind, name):
     with pytest.raises(InvalidInput, match=f"{name} = "):
-        NSAConfig.from_hf({**LLAMA3, "model_type": kind})
+        NSAConfig.from_hf(
+            {k: v for k, v in LLAMA3.items() if k != "attention_bias"} | {"model_type": kind}
+        )
 
 
 @pytest.mark.parametrize("stated", [{}, {"qk_norm": True}])

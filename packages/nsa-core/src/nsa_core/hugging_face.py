@@ -32,7 +32,7 @@ _LARGEST_FILE = 1 << 24  # bytes; a config.json has a few thousand
 
 # Facts that only the code of a model states: (name, value) -> the model types that imply it.
 _IMPLIED: dict[tuple[str, object], str] = {
-    ("attention_bias", True): "qwen2 qwen2_moe qwen2_vl_text qwen2_5_vl_text",
+    ("attention_bias", True): "qwen2 qwen2_moe qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text",
     ("qk_norm", "per head"): (
         "qwen3 qwen3_moe qwen3_vl_text qwen3_vl_moe_text gemma3_text apertus dots1 exaone4 hy_v3"
         " minimax_m3_vl_text"
