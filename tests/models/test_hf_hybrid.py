@@ -196,11 +196,12 @@ def test_the_tokens_of_a_second_turn_may_be_padded_too(pair):
     more, more_mask, _ = padded_batch((20, 33), "right")
     both, cache = torch.cat([mask, more_mask], 1), model.new_cache(max_rollback=1)
     model(ids, attention_mask=mask, past_key_values=cache)
-    logits = model(more, attention_mask=both, past_key_values=cache).logits
-    for row in range(2):
-        tokens = torch.cat([ids[row][mask[row] > 0], more[row][more_mask[row] > 0]])
-        count = int(more_mask[row].sum())
-        assert close(logits[row, :count], alone(plain, tokens[None])[-count:])
+    for one in (copy.deepcopy(cache), cache):
+        logits = model(more, attention_mask=both, past_key_values=one).logits
+        for row in range(2):
+            tokens = torch.cat([ids[row][mask[row] > 0], more[row][more_mask[row] > 0]])
+            count = int(more_mask[row].sum())
+            assert close(logits[row, :count], alone(plain, tokens[None])[-count:])
     cache.crop(-1)  # the last column is a token of row 1 alone
     assert cache.get_seq_length() == 62
     logits = model(more[:, :1], past_key_values=cache).logits[1, -1]
