@@ -257,10 +257,11 @@ def test_a_signal_at_any_time_leaves_a_run_that_goes_on_or_starts_again(nsa, tmp
             try:
                 child.stdout.readline()
                 until = time.monotonic() + 60
-                # Later ones in the loop, where a process saves after each step.
-                while index >= 8 and not (out / log.FILE).exists() and time.monotonic() < until:
+                # Two before the first step, and later ones in the loop, which saves each step.
+                begun = None if index < 6 else out if index < 8 else out / log.FILE
+                while begun is not None and not begun.exists() and time.monotonic() < until:
                     time.sleep(0.005)
-                time.sleep(index * 0.25 if index < 8 else (index - 8) * 0.1)
+                time.sleep(index * 0.25 if index < 6 else max(0, index - 8) * 0.1)
                 child.send_signal(number)
                 _, err = child.communicate(timeout=60)
             finally:
