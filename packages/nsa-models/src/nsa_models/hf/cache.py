@@ -94,7 +94,7 @@ class NSACacheLayer(CacheLayerMixin):
         return self.state
 
     def _room(self, needed: int, wanted: int) -> int:
-        """Return the columns to allocate: those wanted, below the limit if that has not passed."""
+        """Return the columns to allocate: ``wanted``, but none beyond a limit that still holds."""
         return max(needed, min(wanted, self.limit) if needed <= self.limit else wanted)
 
     @property

@@ -78,7 +78,7 @@ def train_new_parameters(
     progress = None
     with _only_trainable(model, parameters):
         for step, batch in enumerate(batches, 1):
-            tokens = _checked_tokens(f"batch {step} of batches", batch, "[B, S]", 2)
+            tokens = _checked_tokens(f"batch {step} of batches", batch, "BS", 2)
             model.train()
             tokens = tokens.to(model.device)
             with torch.enable_grad():
@@ -136,15 +136,20 @@ def _only_trainable(model: Any, parameters: list[torch.nn.Parameter]) -> Iterato
 
 
 def _checked_tokens(name: str, tokens: Any, axes: str, least: int) -> torch.Tensor:
-    """Return integers with ``axes``, of which the last is at least ``least``, as int64."""
+    """Return ``tokens`` as int64; they must be integers with ``axes``, such as "BS" for [B, S].
+
+    Raises:
+        InvalidInput: They are not, or the last axis has fewer than ``least`` tokens.
+    """
     passed = type(tokens).__name__
     if isinstance(tokens, torch.Tensor):
         passed = f"{list(tokens.shape)} {dtype_name(tokens.dtype)}"
-        has_rows = tokens.dim() == axes.count(",") + 1 and tokens.shape[-1] >= least
+        has_rows = tokens.dim() == len(axes) and tokens.shape[-1] >= least
         if has_rows and tokens.dtype in _INTEGERS:
             return tokens.long()
     raise InvalidInput(
-        f"{name} must be an integer tensor {axes} with {axes[-2]} >= {least}, got {passed}"
+        f"{name} must be an integer tensor [{', '.join(axes)}] with {axes[-1]} >= {least},"
+        f" got {passed}"
     )
 
 
@@ -173,7 +178,7 @@ def selected_mass(model: Any, tokens: torch.Tensor, rows: int = 256) -> list[Mas
             is not longer than the blocks that a token selects.
     """
     layers = _layers(model)
-    tokens = _checked_tokens("tokens", tokens, "[T]", 1)
+    tokens = _checked_tokens("tokens", tokens, "T", 1)
     inputs: dict[int, torch.Tensor] = {}
 
     def keep_input(layer: Any, args: Any, options: dict[str, Any]) -> None:
