@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 
@@ -116,6 +117,17 @@ def test_new_accepts_none_lists_tuples_and_tensors(problem):
             outs.append(attn(x[:, 20:23], cache=cache, new=new))
             assert cache.lengths.tolist() == counts
         assert all(torch.equal(y, outs[0]) for y in outs)
+
+
+@pytest.mark.parametrize("rows", [2, 20])
+def test_the_output_of_padding_is_0_beside_a_bias_of_out(problem, rows):
+    attn, x = copy.deepcopy(problem[0]), problem[1]
+    attn.out.bias = torch.nn.Parameter(torch.ones_like(attn.out.weight[:, 0]))
+    cache = attn.new_cache(2, LENGTH, max_step=4)
+    for part in x[:, :20], x[:, :rows]:
+        y = attn(part, cache=cache, new=[part.shape[1], 1])
+        assert y[0].all()
+        assert not y[1, 1:].any()
 
 
 def test_paged_and_contiguous_caches_give_the_same_bits(problem):

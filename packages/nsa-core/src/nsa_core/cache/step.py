@@ -224,9 +224,11 @@ def _decode(
     bounds, is_chunk = cache.bounds, tokens.rows > cache.max_step
     call, rope = cache.advance(tokens), cache.kv.rope
     pages = chunk_pages(cache, tokens.rows) if is_chunk else cache.kv.pages
+    absent = None
     if tokens.on_device is not None:
         absent = cache.starts[:, None] + cache.kv.count[: tokens.rows] >= cache.lengths[:, None]
-        x = x.masked_fill(absent[..., None], 0)
+        absent = absent[..., None]
+        x = x.masked_fill(absent, 0)
     q, k, v = layer.heads(x)
     gates = _gates(layer, plan, x, call)
     padded = tokens.on_device is not None or tokens.counts is None
@@ -246,7 +248,7 @@ def _decode(
         cache.save_rings()
         write_back_newest(cache, pages, tokens.rows)
     y: torch.Tensor = layer.out(o.flatten(-2))
-    return y
+    return y if absent is None else y.masked_fill(absent, 0)  # out may have a bias
 
 
 def _chunk_plan(layer: NSAProjections, cache: CacheState, plan: Plan, rows: int) -> Plan | None:
