@@ -69,6 +69,10 @@ def build(**changes):
     NSAttention(**{"config": CONFIG, **changes})
 
 
+def replace_config(config):
+    layer_of().config = config
+
+
 def plan(**changes):
     resolve(**{"config": CONFIG, **changes})
 
@@ -423,6 +427,14 @@ INVALID = {
         (
             {"rows": ROWS[:2], "indices": torch.arange(2).int(), "batch": 2, "seq_len": 5},
             "indices must be int64 with one entry per row, got int32 [2]",
+        ),
+    ],
+    replace_config: [
+        (
+            {"config": small(window_size=3)},
+            "config of a layer cannot be replaced",
+            "window_size=3",
+            "create NSAttention(config), and load state_dict()",
         ),
     ],
 }

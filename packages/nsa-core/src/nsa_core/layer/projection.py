@@ -13,6 +13,7 @@ from torch import nn
 
 from nsa_core.config import NSAConfig, check_config
 from nsa_core.dtypes import FLOATING
+from nsa_core.errors import InvalidInput
 from nsa_core.layer.gating import compute_gates, has_sigmoid, make_gate, start_near_dense
 from nsa_core.layer.input_checks import check_plan
 from nsa_core.layer.phi.chunks import PackedBlocks, packed_blocks
@@ -88,7 +89,7 @@ class NSAProjections(nn.Module):
     The class has no forward. Prefill (NSAttention) and decode (nsa_core.cache) both build on it.
 
     Attributes:
-        config: shapes and options of the layer.
+        config: shapes and options of the layer; constant, because phi and caches have its sizes.
         backends: the requested backends, in hashable form.
         layer: name or index of the layer, for error messages.
         check: whether every branch output is checked for NaN and Inf.
@@ -129,6 +130,20 @@ class NSAProjections(nn.Module):
         self.gate = make_gate(config.gate, config.dim, config.n_heads)
         self.out = unit_linear(config.n_heads * config.v_dim, config.dim)
         self._last: tuple[torch.device, torch.dtype, bool, int | None] | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute.
+
+        Raises:
+            InvalidInput: it is ``config``, and has a value already.
+        """
+        if name == "config" and name in vars(self):
+            raise InvalidInput(
+                "config of a layer cannot be replaced, because its parameters and caches have the"
+                f" sizes of the first one; got {value!r}: create NSAttention(config), and load"
+                " state_dict() of this layer into it"
+            )
+        super().__setattr__(name, value)
 
     def reset_parameters(self) -> None:
         """Initialise all parameters as those of a new layer, for example after ``to_empty``."""
