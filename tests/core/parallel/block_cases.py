@@ -104,6 +104,9 @@ def block_refusal(rank: int, world: int, *, of: str) -> str:
         "the documents of one rank": lambda: divided_block_attention(
             *own, shards, **(options | {"cu_seqlens": short})
         ),
+        "a transform": lambda: torch.func.vjp(
+            lambda q: divided_block_attention(q, *own[1:], shards, **options), own[0]
+        ),
         "other ranks": lambda: divided_block_attention(
             *[x[:28] for x in own], Shards(112, 4, 0), **options
         ),

@@ -41,6 +41,8 @@ REFUSALS: dict[str, str] = {
     "new_cache": "Unsupported: new_cache is not context parallel",
     "a cache": "Unsupported: a call with a cache is not context parallel",
     "new": "Unsupported: a call with a cache is not context parallel",
+    "a transform": "Unsupported: a call that is divided over ranks is not supported under torch.f",
+    "a transform of divided heads": "Unsupported: a call that is divided over ranks is not",
     "an odd number of rows": "InvalidInput: x must have an even number of rows for layout"
     " 'head_tail', got 7",
     "a plan for whole sequences": "InvalidInput: plan was resolved without partial=True",

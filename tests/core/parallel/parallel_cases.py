@@ -294,6 +294,10 @@ def refusal(rank: int, world: int, *, of: str) -> str:
         "new_cache": lambda: layer.new_cache(1, 64),
         "a cache": lambda: layer(x, cache=object()),
         "new": lambda: layer(x, new=[1, 2]),
+        "a transform": lambda: torch.func.grad(lambda x: layer(x).sum())(x),
+        "a transform of divided heads": lambda: torch.func.vmap(
+            heads(problem("packed").layer()), in_dims=1
+        )(x[None]),
         "an odd number of rows": lambda: layer(x[:, :7]),
         "a plan for whole sequences": lambda: layer(x, plan=problem("packed").layer().plan),
         "a plan of other sizes": lambda: layer(

@@ -26,6 +26,7 @@ REFUSALS = {
     "no shards": "InvalidInput: shards must be Shards, got NoneType",
     "a plan for whole sequences": "InvalidInput: plan was resolved without partial=True, but q",
     "the documents of one rank": "InvalidInput: cu_seqlens must end at the 112 tokens given, got",
+    "a transform": "Unsupported: a call that is divided over ranks is not supported under torch.fu",
     "other ranks": "InvalidInput: group must have the 4 ranks of these shards, got 2: pass the",
 }
 

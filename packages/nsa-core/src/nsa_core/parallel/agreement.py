@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
-from nsa_core.errors import InvalidInput
+from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.parallel.collectives import gather_rows, group_of
 from nsa_core.torch_ops.packing_checks import has_values
 
@@ -57,10 +57,16 @@ def agreed(
         The result of ``prepare``.
 
     Raises:
+        Unsupported: torch.func transforms the call, for which the collectives have no rules.
         InvalidInput: the calls differ, or another rank refuses its call; the message names the
             arguments that differ, and their ranks. All ranks raise.
         Exception: ``prepare`` raised it, and nothing else differs.
     """
+    if torch._C._are_functorch_transforms_active():
+        raise Unsupported(
+            "a call that is divided over ranks is not supported under torch.func.grad, vjp, vmap"
+            " and the like: use torch.autograd"
+        )
     if not is_compared(x):
         return prepare()
     result: Prepared | None = None
