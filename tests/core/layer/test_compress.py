@@ -281,6 +281,14 @@ def test_joint_compression_equals_separate_compression(kind):
 
 
 @pytest.mark.parametrize("kind", PAIRED)
+def test_a_phi_in_fp32_beside_one_in_bf16_is_compressed_separately(kind):
+    phis, xs = pair_of(kind, torch.bfloat16)
+    phis[0].float()
+    joint, separate = compress_pair(*phis, *xs, None), [phi(x) for phi, x in zip(phis, xs)]
+    assert all(torch.equal(*pair) for pair in zip(joint, separate))
+
+
+@pytest.mark.parametrize("kind", PAIRED)
 def test_phi_node_equals_the_single_operators(kind):
     """Under torch.func phi consists of PyTorch's operators, in eager mode of one node."""
     (phi, _), (x, _) = pair_of(kind)

@@ -211,7 +211,8 @@ def _joint(
 ) -> Sequence[torch.Tensor] | None:
     """Apply plain phis of one kind to tensors of one shape, together.
 
-    Returns None if that is not possible, or if an eager call has no more than one block.
+    Returns None if that is not possible, or if an eager call has no more than one block. Phis of
+    different dtypes, such as one that trains in fp32, are applied one by one.
     """
     geometry, eager = phis[0].geometry, packed is None and is_eager()
     if eager and xs[0].shape[-3] <= geometry.compress_block_size:
@@ -220,6 +221,8 @@ def _joint(
     if not are_plain_linear(*itertools.chain(*layers)):
         return None
     weights = [_weights(*each) for each in zip(phis, layers)]
+    if len({weight.dtype for _, weight, *_ in weights}) > 1:
+        return None
     kinds = list(zip(*weights))  # positions, weights, biases, and those of the second layer
     if eager and all(_fits(x) and x.device == w.device for x, (_, w, *_) in zip(xs, weights)):
         compressed: Sequence[torch.Tensor] = JointPhi.apply(  # type: ignore[no-untyped-call]
