@@ -126,6 +126,14 @@ REFUSED = {
     "rope_interleaved": {**LLAMA3, "model_type": "cohere"},
     "attention_sinks": {**LLAMA3, "model_type": "gpt_oss"},
     "use_qk_norm": {**LLAMA3, "use_qk_norm": True},
+    "qk_norm_type": {**LLAMA3, "model_type": "molmo2_text", "qk_norm_type": "olmo"},
+    "key_multiplier": {**LLAMA3, "model_type": "falcon_h1", "key_multiplier": 0.4},
+    "llama_4_scaling_beta": {**LLAMA3, "rope_parameters": {"llama_4_scaling_beta": 0.1}},
+    "rotary_embedding": {
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "model_type": "jamba",
+    },
 }
 
 
@@ -149,6 +157,11 @@ def test_other_mathematics_is_refused_by_name(name):
         ("glm4v_text", "rope_interleaved"),
         ("hunyuan_vl_text", "qk_norm"),
         ("qwen2_5_omni_text", "attention_bias"),
+        ("qwen2_5_omni_talker", "attention_bias"),
+        ("chameleon", "qk_norm"),
+        ("diffllama", "attention_kind"),
+        ("bitnet", "attention_kind"),
+        ("eurobert", "attention_kind"),
     ],
 )
 def test_mathematics_that_only_the_code_of_a_model_states_is_refused(kind, name):
@@ -159,7 +172,7 @@ def test_mathematics_that_only_the_code_of_a_model_states_is_refused(kind, name)
 
 
 @pytest.mark.parametrize("stated", [{}, {"qk_norm": True}])
-@pytest.mark.parametrize("kind", ["apertus", "qwen3_vl_text", "minimax_m3_vl_text"])
+@pytest.mark.parametrize("kind", ["apertus", "qwen3_vl_text", "minimax_m3_vl_text", "lfm2"])
 def test_norms_of_heads_are_implied_by_the_type(kind, stated):
     assert NSAConfig.from_hf({**LLAMA3, "model_type": kind, **stated}).qk_norm
     olmo2 = {**LLAMA3, "model_type": "olmo2", **stated}
@@ -175,7 +188,23 @@ def test_biases_that_only_the_code_of_a_model_states_are_refused():
         NSAConfig.from_hf({**without, "model_type": "qwen2"})
 
 
+@pytest.mark.parametrize(
+    ("values", "heads"),
+    [
+        ({}, 1),
+        ({"new_decoder_architecture": True}, 8),
+        ({"multi_query": False}, 8),
+        ({"multi_query": False, "num_kv_heads": None}, 32),
+    ],
+)
+def test_falcon_states_its_kv_heads_by_other_names(values, heads):
+    falcon = {k: v for k, v in LLAMA3.items() if k != "num_key_value_heads"}
+    falcon |= {"model_type": "falcon", "num_kv_heads": 8, "multi_query": True, **values}
+    assert NSAConfig.from_hf(falcon).n_kv_heads == heads
+
+
 def test_overrides_make_refusals_moot():
+    assert NSAConfig.from_hf(REFUSED["rotary_embedding"], rope=False).rope is False
     scaled = REFUSED["rope_scaling"]
     assert NSAConfig.from_hf(scaled, rope=False).rope is False
     stated = (0.5,) * 64

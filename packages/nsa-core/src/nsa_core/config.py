@@ -252,7 +252,8 @@ class NSAConfig:
 
             hidden_size              dim
             num_attention_heads      n_heads
-            num_key_value_heads      n_kv_heads; n_heads if absent or null
+            num_key_value_heads      n_kv_heads; n_heads if absent or null. num_kv_heads or 1 for
+                                     model_type falcon
             head_dim                 head_dim; dim / n_heads if absent or null
             rope_theta               rope_base; that of rope_parameters counts first
             rope_scaling,            rope_frequencies of rope_type linear, llama3, yarn and
@@ -261,7 +262,7 @@ class NSAConfig:
             query_pre_attn_scalar    scale = its power -1/2 (Gemma)
             attention_multiplier     scale (Granite)
             model_type               qk_norm=True for qwen3, qwen3_moe, qwen3_vl_text, gemma3_text,
-                                     apertus, dots1, exaone4 and hy_v3
+                                     apertus, dots1, exaone4, hy_v3 and lfm2
 
         Refused, because the mathematics of NSA would differ, unless named in ``ignore``:
 
@@ -270,6 +271,12 @@ class NSAConfig:
             rope_local_base_freq, partial_rotary_factor, rotary_pct, rope_interleaved,
             rope_interleave, no_rope_layers  other rotary embeddings; allowed with rope=False, and
                                              partial_rotary_factor with rope_type proportional
+            rotary_embedding                 if there is a model_type and no name with "rope" or
+                                             "rotary" (BERT, OPT, Jamba); allowed with rope=False
+            attention_kind                   implied by diffllama, doge, bitnet, jetmoe, zamba2 and
+                                             other types whose attention is of another kind
+            llama_4_scaling_beta             of rope_parameters (Ministral 3)
+            key_multiplier                   other than 1 (Falcon H1)
             sliding_window                   unless use_sliding_window is false
             attention_chunk_size             local attention
             layer_types                      with layers that are not softmax attention
@@ -279,7 +286,8 @@ class NSAConfig:
             attention_dropout                other than 0
             attention_sinks                  implied by model_type gpt_oss
             clip_qkv, alibi, kv_lora_rank    other attention
-            use_qk_norm, qk_layernorm        norms of another kind; allowed with qk_norm=True.
+            use_qk_norm, qk_layernorm,
+            qk_norm_type                     norms of another kind; allowed with qk_norm=True.
                                              model_type olmo2, olmo3, olmoe, flex_olmo and
                                              minimax_m2 imply qk_norm over all heads, and
                                              hunyuan_v1_dense and nanochat after rotary embedding

@@ -32,11 +32,15 @@ _LARGEST_FILE = 1 << 24  # bytes; a config.json has a few thousand
 
 # Facts that only the code of a model states: (name, value) -> the model types that imply it.
 _IMPLIED: dict[tuple[str, object], str] = {
-    ("attention_bias", True): "qwen2 qwen2_moe qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text",
-    ("qk_norm", "per head"): (
-        "qwen3 qwen3_moe qwen3_vl_text qwen3_vl_moe_text gemma3_text apertus dots1 exaone4 hy_v3"
-        " minimax_m3_vl_text"
+    ("attention_bias", True): (
+        "qwen2 qwen2_moe qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text qwen2_5_omni_talker"
     ),
+    ("qk_norm", "per head"): (
+        "qwen3 qwen3_moe qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_talker_text"
+        " qwen3_omni_moe_talker_code_predictor gemma3_text apertus apertus1p5_text dots1 exaone4"
+        " hy_v3 lfm2 lfm2_moe minimax_m3_vl_text"
+    ),
+    ("qk_norm", "of means and variances"): "chameleon",
     ("qk_norm", "over all heads"): "olmo2 olmo3 olmoe flex_olmo minimax_m2",
     ("qk_norm", "after rotary embedding"): (
         "hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text nanochat"
@@ -46,6 +50,13 @@ _IMPLIED: dict[tuple[str, object], str] = {
         " glm_ocr_text helium"
     ),
     ("attention_sinks", True): "gpt_oss",
+    ("attention_kind", "differential"): "diffllama",
+    ("attention_kind", "with a mask of values"): "doge",
+    ("attention_kind", "gated"): "hrm_text",
+    ("attention_kind", "with a norm before the output projection"): "bitnet",
+    ("attention_kind", "of experts"): "jetmoe",
+    ("attention_kind", "of wider inputs"): "zamba zamba2",
+    ("attention_kind", "not causal"): "esm esmc eurobert gte jina_embeddings_v3 nomic_bert",
 }
 
 
@@ -79,6 +90,13 @@ _PARTIAL = _Refusal(lambda part: part not in (None, 1), "NSA rotates whole heads
 _INTERLEAVED = _Refusal(bool, "NSA rotates half-split pairs, not neighbours", _NO_ROPE)
 _BIAS = _Refusal(bool, "the projections of NSA have no bias")
 _REFUSALS: dict[str, _Refusal] = {
+    "attention_kind": _Refusal(bool, "NSA replaces causal attention of projected q, k and v only"),
+    "rotary_embedding": _Refusal(
+        bool,
+        "NSA rotates q and k; if a config.json leaves out defaults, pass"
+        " transformers.AutoConfig.from_pretrained(name)",
+        _NO_ROPE,
+    ),
     "rope_scaling": _SCALING,
     "rope_parameters": _SCALING,
     "rope_local_base_freq": _Refusal(bool, "NSA has one rope_base for all layers", _NO_ROPE),
@@ -90,6 +108,11 @@ _REFUSALS: dict[str, _Refusal] = {
         lambda layers: isinstance(layers, (list, tuple)) and not all(layers),
         "NSA rotates in every layer",
         _NO_ROPE,
+    ),
+    "llama_4_scaling_beta": _Refusal(bool, "NSA does not scale queries by their position"),
+    "key_multiplier": _Refusal(
+        lambda factor: factor not in (None, 1),
+        "NSA does not scale keys, but its scale may have this factor",
     ),
     "sliding_window": _Refusal(
         bool, "NSA attends to the whole past; its window branch has window_size"
@@ -112,6 +135,7 @@ _REFUSALS: dict[str, _Refusal] = {
         ("qk_norm", True),
     ),
     "use_qk_norm": _Refusal(bool, "the kind of norm is not stated", ("qk_norm", True)),
+    "qk_norm_type": _Refusal(bool, "only qk_norm is read", ("qk_norm", True)),
     "qk_layernorm": _Refusal(bool, "NSA has RMS norms only", ("qk_norm", True)),
 }
 
@@ -256,13 +280,19 @@ def _effective_values(values: dict[str, Any]) -> dict[str, Any]:
     values = {**implied, **values}
     if values.get("qk_norm") is True:  # the configuration of Apertus states no kind
         values["qk_norm"] = implied.get("qk_norm", True)
+    if kind is not None and not any("rope" in str(n) or "rotary" in str(n) for n in values):
+        values["rotary_embedding"] = "not stated"
+    if kind == "falcon":
+        has_kv_heads = values.get("new_decoder_architecture") or not values.get("multi_query", True)
+        values["num_key_value_heads"] = values.get("num_kv_heads") if has_kv_heads else 1
     if values.get("use_sliding_window") is False:
         values["sliding_window"] = None
     rope: Any = values.get("rope_parameters")
     if isinstance(rope, Mapping):  # may have one entry per kind of layer
         rope = rope.get("full_attention", rope)
     if isinstance(rope, Mapping):  # as in transformers, its values are those that count
-        stated = {name: rope.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+        names = ("rope_theta", "partial_rotary_factor", "llama_4_scaling_beta")
+        stated = {name: rope.get(name) for name in names}
         values |= {name: value for name, value in stated.items() if value is not None}
     for name in ("rope_parameters", "rope_scaling"):
         rope = values.get(name)
