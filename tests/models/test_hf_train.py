@@ -11,7 +11,16 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
 
 import nsa_models.hf as hf
-from hf_models import NSA, NSA_CONFIGS, NSA_MODELS, nsa_model, padded_batch, trained
+from hf_models import (
+    DENSE_CONFIGS,
+    NSA,
+    NSA_CONFIGS,
+    NSA_MODELS,
+    SIZES,
+    nsa_model,
+    padded_batch,
+    trained,
+)
 from nsa_core import BackendUnavailable, InvalidInput
 from nsa_core.layer.module import NSAttention
 
@@ -266,6 +275,14 @@ def test_a_configuration_that_nsa_cannot_express_is_refused(changes, message):
         nsa_model(**changes)
     with pytest.raises(InvalidInput, match=r"sliding_window = 8 \(NSA attends to the whole past"):
         nsa_model("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=0)
+
+
+def test_fields_of_a_dense_configuration_describe_a_new_model():
+    dense = DENSE_CONFIGS["qwen3"](**SIZES)
+    config = NSA_CONFIGS["qwen3"](**dense.to_dict())
+    assert (config.model_type, config.hidden_size) == ("nsa_qwen3", dense.hidden_size)
+    with pytest.raises(InvalidInput, match="must be one of nsa_llama, llama, got 'qwen3'"):
+        NSA_CONFIGS["llama"](**dense.to_dict())
 
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.18.0"])

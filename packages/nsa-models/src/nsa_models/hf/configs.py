@@ -24,7 +24,8 @@ _MLP_PLAN = {
 class NSAConfigMixin:
     """Resolve ``nsa_layers``, and refuse other implementations of attention; a mixin.
 
-    transformers would load them, also from the Hub, before a model is created.
+    transformers would load them, also from the Hub, before a model is created. The fields of a
+    dense configuration, ``NSAQwen3Config(**dense.to_dict())``, describe a new model with NSA.
 
     Attributes:
         auto_map: Empty, because the folder of an NSA model holds no code. TRL reads it.
@@ -36,7 +37,10 @@ class NSAConfigMixin:
     num_hidden_layers: int
     nsa_layers: list[int] | str | None
 
-    def __post_init__(self, **kwargs: Any) -> None:
+    def __post_init__(self, model_type: str | None = None, **kwargs: Any) -> None:
+        own = type(self).model_type
+        if model_type is not None:  # transformers would set it on the object
+            config_json.check_type(model_type, (own, own.removeprefix("nsa_")))
         if self.nsa_layers is not None:
             self.nsa_layers = layers_with_nsa(self.nsa_layers, self.num_hidden_layers)
         super().__post_init__(**kwargs)  # type: ignore[misc]
