@@ -114,6 +114,7 @@ REFUSED = {
     "rope_scaling": {**LLAMA3, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
     "rope_parameters": {**LLAMA3, "rope_parameters": {"sliding_attention": {"rope_theta": 1e5}}},
     "partial_rotary_factor": {**LLAMA3, "partial_rotary_factor": 0.5},
+    "rotary_dim": {**LLAMA3, "rotary_dim": 64, "head_dim": 128},
     "attention_bias": {**LLAMA3, "attention_bias": True},
     "attention_dropout": {**LLAMA3, "attention_dropout": 0.1},
     "clip_qkv": {**LLAMA3, "clip_qkv": 8.0},
@@ -372,6 +373,10 @@ def test_any_value_of_a_field_is_accepted_or_one_sentence(name):
 def test_a_configuration_names_no_file(path):
     with pytest.raises(InvalidInput, match="text_config must be a JSON object"):
         NSAConfig.from_hf({"text_config": path})
+
+
+def test_a_rotated_width_may_be_that_of_the_head():
+    assert NSAConfig.from_hf({**LLAMA3, "rotary_dim": 128, "head_dim": 128}).rope
 
 
 def test_multi_head_attention_without_kv_heads():

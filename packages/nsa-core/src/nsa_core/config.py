@@ -268,8 +268,9 @@ class NSAConfig:
 
             rope_scaling, rope_parameters    of another rope_type, whose frequencies depend on the
                                              length or the layer; allowed with rope_frequencies
-            rope_local_base_freq, partial_rotary_factor, rotary_pct, rope_interleaved,
-            rope_interleave, no_rope_layers  other rotary embeddings; allowed with rope=False, and
+            rope_local_base_freq, partial_rotary_factor, rotary_pct, rotary_dim,
+            rope_interleaved, rope_interleave,
+            no_rope_layers                   other rotary embeddings; allowed with rope=False, and
                                              partial_rotary_factor with rope_type proportional
             rotary_embedding                 if there is a model_type and no name with "rope" or
                                              "rotary" (BERT, OPT, Jamba); allowed with rope=False

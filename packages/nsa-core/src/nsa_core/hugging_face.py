@@ -102,6 +102,7 @@ _REFUSALS: dict[str, _Refusal] = {
     "rope_local_base_freq": _Refusal(bool, "NSA has one rope_base for all layers", _NO_ROPE),
     "partial_rotary_factor": _PARTIAL,
     "rotary_pct": _PARTIAL,
+    "rotary_dim": _Refusal(bool, "NSA rotates whole heads", _NO_ROPE),
     "rope_interleaved": _INTERLEAVED,
     "rope_interleave": _INTERLEAVED,
     "no_rope_layers": _Refusal(
@@ -282,6 +283,8 @@ def _effective_values(values: dict[str, Any]) -> dict[str, Any]:
         values["qk_norm"] = implied.get("qk_norm", True)
     if kind is not None and not any("rope" in str(n) or "rotary" in str(n) for n in values):
         values["rotary_embedding"] = "not stated"
+    if values.get("rotary_dim") == values.get("head_dim"):
+        values.pop("rotary_dim", None)
     if kind == "falcon":
         has_kv_heads = values.get("new_decoder_architecture") or not values.get("multi_query", True)
         values["num_key_value_heads"] = values.get("num_kv_heads") if has_kv_heads else 1
