@@ -175,6 +175,18 @@ def test_other_caches_are_refused_by_generate():
         model(ids, use_cache=True)
 
 
+def test_assisted_generation_refuses_a_cache_without_rollback_before_it_changes():
+    model, ids = nsa_model(), torch.randint(1, 61, (1, 20))
+    options = {"do_sample": False, "prompt_lookup_num_tokens": 4}
+    expected = generate(model, ids, **options)
+    cache = model.new_cache()
+    with pytest.raises(InvalidInput, match="past_key_values must have max_rollback > 0"):
+        generate(model, ids, past_key_values=cache, **options)
+    assert (cache.get_seq_length(), cache.is_croppable) == (0, False)
+    cache = model.new_cache(max_rollback=8)
+    assert torch.equal(generate(model, ids, past_key_values=cache, **options), expected)
+
+
 def test_resized_refuses_what_it_cannot_copy():
     attn = nsa_model().model.layers[0].self_attn
     cache = attn.new_cache(2, 40)

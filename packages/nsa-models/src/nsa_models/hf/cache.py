@@ -38,7 +38,6 @@ class NSACacheLayer(CacheLayerMixin):
     """
 
     is_compileable = False
-    is_croppable = True
     is_sliding = False
     supports_early_init = False
 
@@ -221,6 +220,11 @@ class NSAModelCache(Cache):
     def _strict_first(self) -> list[NSACacheLayer | DynamicLayer]:
         """The layers with NSA first: they refuse a wrong argument before a dense layer changes."""
         return sorted(self.layers, key=lambda layer: isinstance(layer, DynamicLayer))
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether :meth:`crop` can remove tokens; `generate` reads it."""
+        return self._first.max_rollback > 0
 
     @property
     def has_padding(self) -> bool:

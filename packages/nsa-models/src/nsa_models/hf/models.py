@@ -163,14 +163,20 @@ class _NSACausalLM(NSAPreTrained):
                 f"assistant_early_exit must be greater than {first}, the number of the first layer"
                 f" with NSA, got {early_exit}"
             )
-        if model_kwargs.get(CACHE) is not None:
-            model_kwargs[CACHE]._is_user_defined = True
-            return
-        if generation_config.use_cache is False:
-            return
         rolls_back = generation_config.is_assistant or (
             generation_mode == GenerationMode.ASSISTED_GENERATION
         )
+        if (cache := model_kwargs.get(CACHE)) is not None:
+            if rolls_back and isinstance(cache, NSAModelCache) and not cache.is_croppable:
+                raise InvalidInput(
+                    "past_key_values must have max_rollback > 0 for assisted generation, which"
+                    " removes rejected tokens, got 0: create it with"
+                    " model.new_cache(max_rollback=...)"
+                )
+            cache._is_user_defined = True
+            return
+        if generation_config.use_cache is False:
+            return
         max_rollback = min(max_cache_length, MAX_ROLLBACK) if rolls_back else 0
         model_kwargs[CACHE] = self.new_cache(max_rollback=max_rollback)
         for layer in model_kwargs[CACHE].layers:
