@@ -389,6 +389,16 @@ def test_calls_that_nsa_cannot_serve_are_refused(case, documents_alone):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("nsa_layers", [None, [1]])
+def test_an_input_without_its_axes_is_refused(nsa_layers):
+    model, ids = nsa_model(nsa_layers=nsa_layers), torch.ones(20, dtype=torch.long)
+    with pytest.raises(InvalidInput, match=r"input_ids must be \[B, S\], got \[20\]: pass input_"):
+        model(ids, attention_mask=torch.ones_like(ids))
+    with pytest.raises(InvalidInput, match=r"inputs_embeds must be \[B, S, dim\], got \[20, 32\]"):
+        model.model(inputs_embeds=torch.randn(20, 32))
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn, torch.int64, torch.bfloat16])
 def test_a_mask_may_have_any_dtype(dtype, documents_alone):
     model, _ = documents_alone

@@ -165,6 +165,12 @@ class _NSADecoder(NSAPreTrained):
             cache = self.new_cache()
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         if inputs is not None:  # otherwise the dense decoder raises
+            name, axes = ("input_ids", 2) if inputs_embeds is None else ("inputs_embeds", 3)
+            if inputs.dim() != axes:
+                raise InvalidInput(
+                    f"{name} must be {'[B, S]' if axes == 2 else '[B, S, dim]'}, got"
+                    f" {list(inputs.shape)}: pass {name}[None] for a single sequence"
+                )
             call = Call(inputs.shape[:2], attention_mask, position_ids, cache, kwargs)
             if cache is not None:
                 cache.check_complete(inputs.shape[0])
