@@ -61,6 +61,17 @@ def test_a_package_computes_causal_attention_with_the_scale(install, name, with_
     torch.testing.assert_close(baseline.forward(x), sdpa.forward(x))
 
 
+@pytest.mark.parametrize("widths", [(32, 16), (16, 32)])
+def test_sdpa_pads_heads_for_a_kernel_of_one_width(widths):
+    """The flash kernel of the CPU refuses heads of v that are not as wide as those of k."""
+    config = NSAConfig(32, 4, 2, head_dim=widths[0], v_head_dim=widths[1], scale=0.3)
+    baseline = baselines._sdpa("flash", config, "cpu", torch.float64)
+    assert (baseline.name, baseline.reason) == ("dense flash, padded heads", "")
+    x = make_inputs("random", config, batch=2, length=20, dtype=torch.float64, device="cpu", seed=1)
+    expected = attend(x.q, x.k, x.v, softmax_scale=0.3, causal=True)
+    torch.testing.assert_close(baseline.forward(x), expected)
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_an_absent_package_is_named(monkeypatch, name):
     monkeypatch.setitem(sys.modules, MODULES[name], None)

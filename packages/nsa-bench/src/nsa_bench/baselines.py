@@ -66,11 +66,16 @@ def _sdpa(name: str, config: NSAConfig, device: str, dtype: torch.dtype) -> Base
     forward = functools.partial(_attend, backend=_SDPA[name], config=config)
     label = f"dense {name}"
     reason = dense_refusal(forward, config, device, dtype)
-    # A kernel without grouped-query support gets repeated k/v heads; the copy counts as its time.
+    # Some kernels need as many k/v heads as query heads, or v as wide as q and k. Copies for them
+    # count as their time.
+    copies = {}
     if reason and groups > 1:
-        repeated = functools.partial(forward, repeats=groups)
-        if not dense_refusal(repeated, config, device, dtype):
-            return Baseline(f"{label}, repeated k/v", repeated)
+        copies["repeated k/v"] = functools.partial(forward, repeats=groups)
+    if reason and config.qk_dim != config.v_dim:
+        copies["padded heads"] = functools.partial(_pad_heads, attend=forward)
+    for words, copied in copies.items():
+        if not dense_refusal(copied, config, device, dtype):
+            return Baseline(f"{label}, {words}", copied)
     return Baseline(label, forward, reason)
 
 
@@ -88,6 +93,15 @@ def _attend(x: Inputs, *, backend: SDPBackend, config: NSAConfig, repeats: int =
             q, k, v, is_causal=True, scale=config.softmax_scale, enable_gqa=gqa
         )
     return o.transpose(1, 2)
+
+
+def _pad_heads(x: Inputs, *, attend: Callable[[Inputs], torch.Tensor]) -> torch.Tensor:
+    """Return what ``attend`` returns if zeros make q, k and v equally wide."""
+    width = max(x.q.shape[-1], x.v.shape[-1])
+    padded = {
+        n: F.pad(getattr(x, n), (0, width - getattr(x, n).shape[-1])) for n in ("q", "k", "v")
+    }
+    return attend(dataclasses.replace(x, **padded))[..., : x.v.shape[-1]]
 
 
 def _package(name: str, config: NSAConfig, device: str, dtype: torch.dtype) -> Baseline:
