@@ -17,7 +17,8 @@ between `<!-- figures:NAME -->` and `<!-- /figures -->`.
 
 Exit codes: 0 all requested pieces are done; 1 pieces are left, a piece failed, or a page differs
 from the result files; 2 wrong usage, a dirty checkout, installed packages that differ from the
-checkout, or no FlashAttention-4 on a GPU that it supports; 130 after Ctrl-C.
+checkout, or no FlashAttention-4 on a GPU that it supports; 130 after Ctrl-C;
+141 the reader closed the output.
 """
 
 from __future__ import annotations
@@ -413,12 +414,18 @@ def main(
     figures = Figures(options.gpu, root, pieces, options.allow_dirty)
     try:
         if options.verb == "list":
-            return figures.show()
-        if options.verb == "run":
-            return figures.run(options.only, options.minutes)
-        if options.verb == "collect":
-            return figures.collect()
-        return figures.render(options.check)
+            code = figures.show()
+        elif options.verb == "run":
+            code = figures.run(options.only, options.minutes)
+        elif options.verb == "collect":
+            code = figures.collect()
+        else:
+            code = figures.render(options.check)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again
+        return 141
     except Refused as error:
         print(f"figures.py: {error}", file=sys.stderr)
         return 2

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import figures
@@ -230,6 +232,15 @@ def test_list_shows_every_piece_with_its_state(pages, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + len(figures.PIECES)
     assert all(re.search("done|other source|missing", line) for line in lines[1:])
+
+
+def test_a_reader_that_closes_the_output_gets_no_traceback():
+    script = [sys.executable, str(ROOT / "benchmarks" / "figures.py"), "list"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(script, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_a_run_measures_stamps_and_skips_finished_pieces(run, checkout):
