@@ -389,6 +389,7 @@ INVALID = {
         ({"varlen": None}, "varlen must be True or False, got None"),
         ({"phase": "prefil"}, "phase must be one of prefill, decode, got 'prefil'"),
         ({"device": "gpu"}, "device 'gpu' is not one that torch knows"),
+        ({"device": "cuda:256"}, "device 'cuda:256' does not exist: torch has indices up to 127"),
         *(
             ({"dtype": dtype}, "dtype must be one of bfloat16, float16, float32, float64")
             for dtype in ("int8", torch.complex64, "float", torch.int8)  # row 21

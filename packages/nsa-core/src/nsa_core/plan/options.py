@@ -96,6 +96,8 @@ def usable_device(device: str | torch.device) -> torch.device:
         raise InvalidInput(
             f"device {device!r} is not one that torch knows: {describe_error(error)}"
         ) from None
+    if isinstance(device, str) and str(parsed) != device:  # torch keeps 8 bits of the index
+        raise InvalidInput(f"device {device!r} does not exist: torch has indices up to 127 only")
     if parsed.type != "cuda":
         return parsed
     if not torch.cuda.is_available():
