@@ -131,6 +131,8 @@ WRONG = {
     "tune --blocks 32,15,64,16,512": "--blocks: compress_stride must divide compress_block_size",
     "tune --dtype fp17": DTYPE,
     "tune --show --reset": "--show prints what --reset deletes: pass one of them",
+    "tune --reset --shape 2/1/8 --dtype bf16": "--dtype, --shape: not with --reset, which is for",
+    "tune --show --seed 0": "--seed: not with --show, which is for all choices; leave it out",
     "tune --device gpu": DEVICE,
     "train --out o --batch 3 --accumulate 2": "--batch 3 does not divide over --accumulate 2 x 1",
     "train --out=": "--out must be a path, got ''",

@@ -18,7 +18,9 @@ from nsa_cli.choices import (
     block_sizes,
     completion,
     one_dtype,
+    options_on_command_line,
     pick_device,
+    refuse_options,
     tokens,
 )
 from nsa_cli.result_files import ResultFiles
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 
 def tune(
+    context: typer.Context,
     shape: Annotated[
         str,
         typer.Option(
@@ -78,6 +81,11 @@ def tune(
     """
     if show and reset:
         raise typer.BadParameter("--show prints what --reset deletes: pass one of them")
+    if show or reset:
+        others = sorted(options_on_command_line(context) - {"show", "reset"})
+        refuse_options(
+            others, f"not with --{'show' if show else 'reset'}, which is for all choices"
+        )
     if show:
         _print_saved(tuned.read())
         return
