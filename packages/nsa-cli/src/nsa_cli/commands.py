@@ -59,10 +59,16 @@ class _Command:
         except output.ClickError as error:
             if isinstance(error.__cause__, ValueError) and hasattr(error.__cause__, "errors"):
                 raise output.UsageError(_wrong_value(error, error.__cause__), ctx) from None
-            if getattr(error, "option_name", None) in _BACKEND_OPTIONS:
+            option = getattr(error, "option_name", None)
+            if (root := ctx.find_root()) is not ctx and option in {
+                name for param in root.command.params for name in param.opts
+            }:
+                place = f"give it before the command: {root.info_name} {option} ..."
+                raise output.UsageError(f"{error.message.rstrip('.')}; {place}", ctx) from None
+            if option in _BACKEND_OPTIONS:
                 known = {name for param in ctx.command.params for name in param.opts}
-                for option, sentence in _INSTEAD.items():
-                    if option in known:
+                for other, sentence in _INSTEAD.items():
+                    if other in known:
                         message = error.message.rstrip(".")
                         raise output.UsageError(f"{message}; {sentence}", ctx) from None
             raise
@@ -132,6 +138,9 @@ def _check_numbers(command: Any, ctx: Any) -> None:
 
 def _check_paths(command: Any, ctx: Any, args: list[str]) -> None:
     """Refuse an empty path, which pathlib takes for the working directory."""
+    for param in command.params if "" in args else []:
+        if param.param_type_name == "argument" and ctx.params[param.name] == Path("."):
+            raise output.UsageError(f"{param.metavar} must be a path, got ''", ctx)
     names = {option: param.name for param in command.params for option in param.opts}
     for word, after in itertools.pairwise([*args, "--"]):
         option, equals, value = word.partition("=")

@@ -171,15 +171,16 @@ def check_writable(option: str, path: Path | None, force: bool = False) -> None:
 
     Args:
         option: The option that names the file, for errors.
-        path: The output file; None and STDOUT need no check.
+        path: The output file; None needs no check, and neither does STDOUT of --json.
         force: Accept an existing file.
 
     Raises:
-        InvalidInput: The file exists and ``force`` is false, the path is not a plain file, or its
-            directory does not exist or no file can be created there, which is tried.
+        InvalidInput: The file exists and ``force`` is false, the path is not a plain file, its
+            directory does not exist or no file can be created there, which is tried, or it is
+            named as a file of another format than that of --png, --svg or --html.
         NotWritten: The disk is full or broken.
     """
-    if path is None or path == STDOUT:
+    if path is None or (path == STDOUT and option == "--json"):
         return
     exists, folder = path.exists(), Path(os.path.realpath(path)).parent
     with naming(option):
@@ -191,7 +192,22 @@ def check_writable(option: str, path: Path | None, force: bool = False) -> None:
             raise InvalidInput(f"{path} exists; give --force to overwrite it")
         if not folder.is_dir():
             raise InvalidInput(f"{path}: the directory {folder} does not exist; create it first")
+        _check_format(path, option.removeprefix("--"))
         check_folder_writable(folder, path)
+
+
+def _check_format(path: Path, kind: str) -> None:
+    """Refuse a plot or page in a file whose name ends as those of another format."""
+    import mimetypes
+
+    if kind not in ("png", "svg", "html"):
+        return
+    if path == STDOUT:
+        raise InvalidInput(f"{path}: only --json writes to standard output; give another path")
+    if mimetypes.guess_type(path.name)[0] not in (None, mimetypes.guess_type(f"x.{kind}")[0]):
+        raise InvalidInput(
+            f"{path} is not named as a file of {kind.upper()}; give a path that ends in .{kind}"
+        )
 
 
 def check_files(files: Mapping[str, Path | None], force: bool = False) -> None:
