@@ -202,13 +202,17 @@ def test_the_cost_of_both_is_the_sum_of_forward_and_backward():
     ("pairs", "length", "text"),
     [
         ([], None, "not known"),
-        ([(1024, 3.0), (2048, 1.5)], None, "dense is faster up to 2048"),
+        (
+            [(1024, 3.0), (2048, 1.5)],
+            None,
+            "dense is faster at every measured length, up to 2048 tokens",
+        ),
         ([(1024, 0.5), (2048, 0.4)], 1024, "at every measured length"),
         ([(1024, 2.0), (2048, 0.5)], round(1024 * math.sqrt(2)), "between 1024 and 2048"),
         ([(512, 0.9), (1024, 2.0), (2048, 0.5)], round(1024 * math.sqrt(2)), "from about"),
-        ([(1024, 0.5), (2048, 1.0)], None, "dense is faster"),
-        ([(2048, 1.012)], None, "(1.01 times as fast at 2048)"),
-        ([(2048, 1.55)], None, "(1.55 times as fast at 2048)"),
+        ([(1024, 0.5), (2048, 1.0)], None, "dense is faster at 2048 tokens (1.00"),
+        ([(2048, 1.012)], None, "dense is faster at 2048 tokens (1.01 times as fast there)"),
+        ([(2048, 1.55)], None, "(1.55 times as fast there)"),
     ],
 )
 def test_crossing_finds_the_length_and_a_sentence(pairs, length, text):

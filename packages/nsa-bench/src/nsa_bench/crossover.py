@@ -57,12 +57,12 @@ def crossing(pairs: Sequence[tuple[int, float]]) -> tuple[int | None, str]:
     if not pairs:
         return None, "whether it is faster than dense is not known: no length has both times"
     last, ratio = pairs[-1]
-    if ratio >= 1:
-        return (
-            None,
-            f"dense is faster up to {last} tokens ({number(ratio)} times as fast at {last})",
-        )
     slower = [index for index, (_, r) in enumerate(pairs) if r >= 1]
+    if ratio >= 1:
+        where = f"at {last} tokens"
+        if len(slower) == len(pairs) > 1:
+            where = f"at every measured length, up to {last} tokens"
+        return None, f"dense is faster {where} ({number(ratio)} times as fast there)"
     if not slower:
         return pairs[0][0], f"faster than dense at every measured length, from {pairs[0][0]} tokens"
     (low, above), (high, below) = pairs[slower[-1]], pairs[slower[-1] + 1]
