@@ -192,6 +192,14 @@ def test_row_60_a_file_that_is_no_result_is_refused_in_a_sentence(nsa, tmp_path,
     assert message in done.err
 
 
+def test_an_endless_file_is_refused(nsa, monkeypatch):
+    monkeypatch.setattr("nsa_cli.choices._LARGEST_FILE", 1 << 20)
+    for words in (["bench", "report"], ["inspect", "--out", "i", "--text"]):
+        done = nsa(*words, "/dev/zero")
+        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+        assert re.search(r"/dev/zero has more than (64|1) MiB; give a shorter file", done.err)
+
+
 @pytest.mark.parametrize(
     ("section", "field", "limit"),
     [

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from nsa_bench.roofline import PARTS, Peaks
 from nsa_bench.timing import FAILED, Performance
 from nsa_core.errors import InvalidInput
-from nsa_core.limits import COUNT, shown
+from nsa_core.limits import COUNT, read_at_most, shown
 from nsa_core.util.text import escape_control, one_line
 
 SCHEMA_VERSION = 1
@@ -33,6 +33,7 @@ _COUNTS = ("batch", "length", "eager_length")
 _TIMES = ("median_ms", "q1_ms", "q3_ms", "samples_ms")  # of parts, also differences of two times
 _DIVISORS = (*_TIMES, "flops_per_s", "bytes_per_s", "floor_ms", "ratio_to_dense")
 _NAMES = ("kind", "subject", "shape", "dtype", "inputs", "phase", "backend", "combo", "device")
+_LARGEST_FILE = 1 << 26  # bytes; the results of a long run have a few hundred thousand
 _NAME_LENGTH, _TEXT_LENGTH, _DEPTH = 200, 10_000, 20
 _KINDS = ("combo", "dense", "layer", "rival")
 Place = tuple[str | int, ...]  # of a value in a result file: ("measurements", 0, "length")
@@ -283,13 +284,15 @@ def read_result(path: Path) -> Result:
     """Read a result file.
 
     Raises:
-        InvalidInput: The file cannot be read, is not JSON, or is not a result of this schema; the
-            message names the field.
+        InvalidInput: The file cannot be read, is too long, is not JSON, or is not a result of this
+            schema; the message names the field.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        content = read_at_most(path, _LARGEST_FILE)
     except OSError as error:
         raise InvalidInput(f"{path}: {error.strerror or error}; give a file") from error
+    try:
+        document = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise InvalidInput(
             f"{path} is not JSON ({error}); give a file that --json wrote"

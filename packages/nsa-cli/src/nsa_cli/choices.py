@@ -18,12 +18,15 @@ import typer
 from nsa_cli import output
 from nsa_core.contract import DTYPES, SLOTS
 from nsa_core.errors import BackendUnavailable, InvalidInput
+from nsa_core.limits import read_at_most
 from nsa_core.plan.registry import named_backends
 from nsa_core.util.interruption import recorded_signals
 from nsa_core.util.text import did_you_mean
 from nsa_models.lm.run_folder import check_model
 
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+_LARGEST_FILE = 1 << 30  # bytes of a text, which memory holds
 
 
 def options_on_command_line(context: typer.Context) -> set[str]:
@@ -316,10 +319,11 @@ def read_file(option: str, path: Path) -> bytes:
     """Return the content of the file that ``option`` names.
 
     Raises:
-        InvalidInput: The file cannot be read, or is empty.
+        InvalidInput: The file cannot be read, is empty, or has more than a GiB.
     """
     try:
-        content = path.read_bytes()
+        with output.naming(option):
+            content = read_at_most(path, _LARGEST_FILE)
     except OSError as error:
         raise InvalidInput(f"{option} {path}: {error.strerror or error}; give a file") from error
     if not content:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -97,6 +98,24 @@ def as_integers(argument: object, repeat: int = 1) -> list[int] | None:
         return [operator.index(item) for item in items]
     except TypeError:
         return None
+
+
+def read_at_most(path: Path, most: int) -> bytes:
+    """Return the content of a file.
+
+    Args:
+        path: the file; a pipe or a device may have no end.
+        most: the largest number of bytes, in whole MiB.
+
+    Raises:
+        InvalidInput: the file is longer.
+        OSError: the file cannot be read.
+    """
+    with open(path, "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise InvalidInput(f"{path} has more than {most >> 20} MiB; give a shorter file")
+    return content
 
 
 def shown(value: object) -> str:
