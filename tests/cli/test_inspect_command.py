@@ -80,7 +80,10 @@ def _write_model(folder: Path, config: LMConfig) -> None:
     [
         (("--layer", "2"), "--layer must be 0 to 1, got 2"),
         (("--max-tokens", "64"), "nsa: --max-tokens must be more than 64, got 64: each query"),
-        (("--max-tokens", "9", "--text", "short"), "text must have more than 64 tokens, got 61"),
+        (
+            ("--max-tokens", "9", "--text", "short"),
+            "nsa: --text must have more than 64 tokens, got 61",
+        ),
         (("--checkpoint", "mixed", "--layer", "0"), "--layer must be 1, a layer with NSA, got 0"),
         (("--checkpoint", "mixed", "--max-tokens", "9"), "16 tokens, so fewer tokens leave no"),
         (("--checkpoint", "notes.txt"), "notes.txt is a file: give the folder of a model"),

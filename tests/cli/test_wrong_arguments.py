@@ -173,6 +173,7 @@ WRONG = {
     "train --out o --tensor-parallel 4": f"--tensor-parallel 4 {NO_TORCHRUN}",
     "train --out o --vocab 32": "--vocab: only with uniform and recall",
     "generate --checkpoint packages --max-new-tokens 0": "'0' is not a number of tokens from 1 to",
+    "generate --checkpoint packages --prompt a\udcff": "--prompt must be UTF-8, got 'a\\udcff'",
     "generate --checkpoint packages --temperature inf": "--temperature must be finite, got inf",
     "generate --checkpoint /no/such": NO_MODEL,
     "generate --checkpoint packages": "--checkpoint packages has no config.json: give the",

@@ -53,6 +53,10 @@ def generate(
     backends: Backends = "auto",
 ) -> None:
     """Print the prompt and its continuation, up to the end of the document or --max-new-tokens."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:  # Python holds bytes that are no text as surrogates
+        raise InvalidInput(f"--prompt must be UTF-8, got {prompt!r:.80}") from None
     check_checkpoint(checkpoint)
     chosen = parse_backends(backends)  # None: those that the folder names
     need_extras("nsa generate", ["safetensors", "transformers"])

@@ -94,7 +94,8 @@ def inspect(
     chosen, torch_dtype_name = parse_backends(backends), one_dtype(dtype)
     need_extras("nsa inspect", ["matplotlib", "jinja2"])
     output.check_out(out, force, "--force to overwrite its pictures")
-    with errors_name_options({name: name for name in ("checkpoint", "layer", "max_tokens")}):
+    names = {name: name for name in ("checkpoint", "layer", "max_tokens")}
+    with errors_name_options({**names, "the text": "text"}):
         torch_device = pick_device(device, threads)
         import torch
 
