@@ -143,6 +143,13 @@ def test_a_layer_without_a_gain_is_called_random(planted):
     assert " points over random blocks: its" in sentences(planted)[0]
 
 
+def test_branches_of_equal_gates_are_named_together(planted):
+    gates = torch.tensor([0.531, 0.46, 0.534]).expand_as(planted.layers[0].gates)
+    equal = dataclasses.replace(planted.layers[0], gates=gates)
+    expected = "Its gates weight cmp and win most: cmp 0.53, sel 0.46, win 0.53 on average."
+    assert sentences(dataclasses.replace(planted, layers=(equal,)))[1] == expected
+
+
 def test_the_model_is_left_as_it_was(config, tokens):
     model = LanguageModel(config).train()
     inspect_model(model, tokens)

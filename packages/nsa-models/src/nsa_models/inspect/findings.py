@@ -85,9 +85,9 @@ def sentences(inspection: Inspection) -> list[str]:
             f"No layer gains over random blocks by more than a point; layer {layer.number} comes"
             " closest"
         )
-    gates = layer.gates.mean((0, 1))
-    largest = BRANCHES[int(gates.argmax())]
-    names = ", ".join(f"{name} {gate:.2f}" for name, gate in zip(BRANCHES, gates.tolist()))
+    gates = {n: f"{gate:.2f}" for n, gate in zip(BRANCHES, layer.gates.mean((0, 1)).tolist())}
+    largest = " and ".join(name for name in BRANCHES if gates[name] == max(gates.values()))
+    names = ", ".join(f"{name} {gate}" for name, gate in gates.items())
     return [
         f"{choice}: its blocks hold {s.selected:.0%} of dense attention's probability in"
         f" {s.keys:.0%} of the keys, random ones {s.random:.0%}, the best possible ones"
