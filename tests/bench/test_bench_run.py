@@ -112,6 +112,15 @@ def test_cells_after_the_time_limit_have_a_reason(run):
     assert {c.length for c in result.crossovers} == {None}
 
 
+def test_a_value_that_is_named_twice_is_measured_once(nsa, tmp_path):
+    """Two cells of one length had no growth from one to the other: ZeroDivisionError."""
+    twice = ("--phase", "forward,forward", "--inputs", "real,real", "--shape", "2/1/8,2/1/8")
+    options = ("--device", "cpu", "--length", "40", "--budget", "0.001", "--combo", "sdpa")
+    file = tmp_path / "r.json"
+    assert nsa("bench", *twice, *options, "--json", str(file)).code == 0
+    assert [m.subject for m in read_result(file).measurements] == ["sdpa", "dense flash"]
+
+
 def test_an_unknown_phase_is_refused(run):
     with pytest.raises(InvalidInput, match="sideways"):
         run(phases=["sideways"])

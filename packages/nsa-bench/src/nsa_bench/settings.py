@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Settings that every benchmark has.
+    """Settings that every benchmark has. A value that a list names twice is measured once.
 
     Attributes:
         dtypes: Names of torch dtypes.
@@ -40,6 +40,11 @@ class RunSettings:
     budget_s: float = 0.3
     cell_limit_s: float = 60.0
     time_limit_s: float = 420.0
+
+    def __post_init__(self) -> None:
+        for name in {field.name for field in dataclasses.fields(self)} - {"blocks", "combos"}:
+            if isinstance(values := getattr(self, name), (list, tuple)):
+                object.__setattr__(self, name, type(values)(dict.fromkeys(values)))
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings as a result file stores them."""
