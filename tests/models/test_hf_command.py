@@ -91,6 +91,11 @@ def test_each_command_names_the_types_that_it_takes(nsa, tmp_path, command, type
         (["--nsa-layers", "0-5"], "different layer numbers from 0 to 1, got [0, 1, 2, 3, "),
         (["--nsa-layers", "every_4th_dense"], "--nsa-layers must be 'all' or a list"),
         (["--nsa", "window=3"], "nsa: --nsa: NSAConfig has no field 'window'"),
+        (["--nsa", "a=1", "--nsa", "a=2"], "nsa: --nsa: a stands twice; give it once"),
+        (
+            ["--nsa", "window_size=" + "[" * 10**5],
+            "nsa: --nsa: window_size must be an integer >= 1",
+        ),
         (["--nsa", "window_size"], "--nsa must be NAME=VALUE such as window_size=512"),
         (
             ["--nsa", "window_size=2000000", "--nsa", "num_selected_blocks=4097"],

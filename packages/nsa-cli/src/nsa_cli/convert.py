@@ -163,14 +163,16 @@ def _selected_tokens(nsa: Mapping[str, Any]) -> int:
 
 def _fields(pairs: Sequence[str]) -> dict[str, Any]:
     """Return the fields NAME=VALUE; a value is JSON, or else a string."""
-    fields = {}
+    fields: dict[str, Any] = {}
     for pair in pairs:
         name, separator, value = pair.partition("=")
         if not separator or not name:
             raise InvalidInput(f"--nsa must be NAME=VALUE such as window_size=512, got {pair!r}")
+        if name in fields:
+            raise InvalidInput(f"--nsa: {name} stands twice; give it once")
         try:
             fields[name] = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             fields[name] = value
     return fields
 
