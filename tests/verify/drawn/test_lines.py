@@ -78,6 +78,8 @@ def test_names_of_other_cases_are_no_lines(text: str) -> None:
         ("win frozen=gates", "frozen must name some but not all of q, k, v, got gates"),
         ("win recompute=on", "recompute=on needs core, got win"),
         ("sel blocks=messy8", "blocks=messy8 needs block_attention, got sel"),
+        ("select poison=nan_v", "poison=nan_v: a NaN or Inf of select may be in q, k"),
+        ("core poison=nan_q", "poison=nan_q: a NaN or Inf of core may be in no tensor"),
         ("cmp l=6 d=4 block=8", "compress_stride"),
         ("win tokens=5 queries=2", "queries=2 needs first_query"),
         ("win tokens=5 first_query=6", "must lie in the 5 rows of keys"),

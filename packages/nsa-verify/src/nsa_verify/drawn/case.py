@@ -32,6 +32,8 @@ GRADIENTS: Mapping[str, tuple[str, ...]] = {
     "core": ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates"),
     "block_attention": _OF_QKV,
 }
+# The tensors that may have a NaN or Inf, if not q, k, v and do; combine has it in o_win.
+_POISONED: Mapping[str, tuple[str, ...]] = {"select": ("q", "k"), "combine": ("v",), "core": ()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,6 +176,10 @@ class SlotCase(Drawn):
         needed = {"selected": "core", "messy8": "block_attention", "messy16": "block_attention"}
         if needed.get(self.blocks, self.kind) != self.kind:
             yield f"blocks={self.blocks} needs {needed[self.blocks]}, got {self.kind}"
+        poisoned = _POISONED.get(self.kind, (*_OF_QKV, "do"))
+        if self.poison != "none" and self.poison.partition("_")[2] not in poisoned:
+            tensors = ", ".join(poisoned) or "no tensor"
+            yield f"poison={self.poison}: a NaN or Inf of {self.kind} may be in {tensors}"
         first, end = self.query_rows
         if not 0 <= first <= end <= self.axis:
             yield (
