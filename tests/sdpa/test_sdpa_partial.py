@@ -24,13 +24,13 @@ from nsa_core.plan.registry import default_registry
 from nsa_core.torch_ops.kernel import Kernel
 from nsa_core.torch_ops.slot_op import slot_op
 from nsa_verify import oracle
-from nsa_verify.judge.selection import judge_selection
+from nsa_verify.drawn.judge import judge
+from nsa_verify.drawn.parser import parse
 from nsa_verify.problems.cases import Case, config_of
+from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.slot_runs import run_kernel
 from slot_requests import make_request
-from slot_results import assert_slot_correct
 
-BRANCHES = ("cmp", "sel", "win")
 NAMES = {
     "cmp": ("q", "k_cmp", "v_cmp"),
     "select": ("q", "k_cmp", "lse"),
@@ -185,26 +185,22 @@ def test_all_cuts_at_documents(slot: str) -> None:
         assert_exact(PACKED, slot, first, end)
 
 
-@pytest.mark.slow
-@CASES
-@pytest.mark.parametrize("slot", NAMES)
+@pytest.mark.few_cases
+@pytest.mark.parametrize("documents", ["tokens=60 batch=2", "documents=3,0,42,0,1,20,0"])
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"window_size": 1},
-        {"window_size": 99},
-        {"compress_block_size": 4},
-        {"compress_stride": 1},
-        {"n_kv_heads": 4, "v_head_dim": 24},
-        {"scale": -0.3},
-        {"num_selected_blocks": 9},
-    ],
-    ids=str,
+    "words",
+    ["", "w=1", "w=99", "l=4", "d=1", "groups=4 h=1 dv=24", "scale=-0.3", "n=9"],
 )
-def test_random_cuts_of_other_configurations(fields: dict[str, int], slot: str, case: Case) -> None:
-    case = dataclasses.replace(case, config=dataclasses.replace(CONFIG, **fields))
-    for first, end in random_cuts(case.tokens, 8, seed=3):
-        assert_exact(case, slot, first, end)
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+def test_other_sizes_and_dtypes_are_judged(documents: str, words: str, dtype: str) -> None:
+    sizes = {"l": 8, "d": 4, "block": 16, "n": 3, "w": 12, "h": 2, "groups": 2, "dk": 8, "dv": 6}
+    sizes |= dict(word.split("=") for word in words.split())
+    line = " ".join(f"{name}={value}" for name, value in sizes.items())
+    for slot in NAMES:
+        case = parse(f"{slot} dtype={dtype} {line} {documents} first_query=19 queries=33")
+        findings = judge(Combination({slot: "sdpa"}), case)
+        assert findings
+        assert not [finding for finding in findings if finding.ok is not True]
 
 
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,32 +217,6 @@ def test_random_cuts_in_small_tiles(slot: str, case: Case, monkeypatch: pytest.M
     _small_tiles(monkeypatch)
     for first, end in random_cuts(case.tokens, 3, seed=4):
         assert_exact(case, slot, first, end)
-
-
-@pytest.mark.few_cases
-@CASES
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_judged_in_every_dtype(case: Case, dtype: torch.dtype) -> None:
-    config, cu_seqlens = case.config, case.data(dtype).cu_seqlens
-    judged = {"cu_seqlens": cu_seqlens, "rows": range(19, 52)}
-    for slot in BRANCHES:
-        outputs = run_piece(case, slot, dtype, 19, 52)
-        for name in ("o", "lse", "dq"):
-            shape = (*outputs[name].shape[:-1], case.tokens)
-            if name != "lse":
-                shape = (*outputs[name].shape[:-3], case.tokens, *outputs[name].shape[-2:])
-            whole = outputs[name].new_zeros(shape)
-            rows_of(name, whole, slice(19, 52)).copy_(outputs[name])
-            outputs[name] = whole
-        tensors, do = inputs_of(case, dtype)[slot], whole_do(case, dtype, 19, 52)
-        sizes = (config.geometry, config.softmax_scale)
-        assert_slot_correct(slot, tensors, outputs, *sizes, do=do, **judged)
-    blocks = inputs_of(case, dtype)["sel"]["blocks"].clone()
-    blocks[..., 19:52, :, :] = run_piece(case, "select", dtype, 19, 52)["blocks"]
-    tensors = inputs_of(case, dtype)["select"]
-    arguments = (*tensors.values(), blocks, config.geometry, config.softmax_scale)
-    verdict = judge_selection(*arguments, **judged)
-    assert verdict, verdict.why
 
 
 @CASES
