@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 # The strict interpreter wraps Triton's interpreter, which needs numpy.
-NEED_NUMPY = {"nsa_backend_triton.strict.memory_model", "nsa_backend_triton.strict.speedups"}
+NEED_NUMPY = {"nsa_backend_triton.strict.memory_model"}
 
 EVERY_MODULE = """
 import importlib, pkgutil, sys

@@ -17,84 +17,6 @@ def strictly() -> None:
 
 
 @triton.jit
-def pair(a, n, b, m):
-    """Combine two pairs; neither commutative nor associative.
-
-    The result is wider than the arguments, so each step rounds it to their dtype.
-    """
-    return a * 0.3 - b.to(tl.float64), n * 2 + m % 3
-
-
-@triton.jit
-def later(a, b):
-    return b - a // 2
-
-
-@triton.jit
-def folds(
-    X, N, OUT, COUNT, ROWS: tl.constexpr, SIZE: tl.constexpr, AXIS: tl.constexpr, KEEP: tl.constexpr
-):
-    at = tl.arange(0, ROWS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    x, n = tl.load(X + at), tl.load(N + at)
-    total, count = tl.reduce((x, n), AXIS, pair, keep_dims=KEEP)
-    tl.store(OUT + at, tl.broadcast_to(total if KEEP else tl.expand_dims(total, AXIS), ROWS, SIZE))
-    tl.store(
-        COUNT + at, tl.broadcast_to(count if KEEP else tl.expand_dims(count, AXIS), ROWS, SIZE)
-    )
-
-
-@triton.jit
-def folds_all(X, N, OUT, COUNT, ROWS: tl.constexpr, SIZE: tl.constexpr, KEEP: tl.constexpr):
-    at = tl.arange(0, ROWS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    count = tl.reduce(tl.load(N + at), None, later, keep_dims=KEEP)
-    tl.store(COUNT + at, tl.broadcast_to(count, ROWS, SIZE))
-    tl.store(OUT + at, tl.load(X + at))
-
-
-@triton.jit
-def scans(
-    X,
-    N,
-    OUT,
-    COUNT,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-    AXIS: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
-    at = tl.arange(0, ROWS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    total, count = tl.associative_scan(
-        (tl.load(X + at), tl.load(N + at)), AXIS, pair, reverse=REVERSE
-    )
-    tl.store(OUT + at, total)
-    tl.store(COUNT + at, count)
-
-
-@triton.jit
-def compose(factor, shift, next_factor, next_shift):
-    """Compose x -> factor * x + shift with the next such function: associative, not commutative."""
-    return factor * next_factor, shift * next_factor + next_shift
-
-
-@triton.jit
-def integer_scans(
-    X,
-    N,
-    OUT,
-    COUNT,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-    AXIS: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
-    at = tl.arange(0, ROWS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    n = tl.load(N + at)
-    factor, shift = tl.associative_scan((n % 3 - 1, n), AXIS, compose, reverse=REVERSE)
-    tl.store(OUT + at, tl.load(X + at))
-    tl.store(COUNT + at, shift * 64 + factor)
-
-
-@triton.jit
 def numbers(X, N, OUT, COUNT, ROWS: tl.constexpr, SIZE: tl.constexpr, shift, factor):
     row, column = tl.arange(0, ROWS), tl.arange(0, SIZE)
     at = row[:, None] * SIZE + column
@@ -145,42 +67,10 @@ def check(kernel, shape, dtype, *rest) -> None:
         assert torch.equal(result, expected), "a replacement is still installed"
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_scans_of_integers_are_equal(shape, axis, reverse) -> None:
-    check(integer_scans, shape, torch.float32, axis, reverse)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-class TestKernelFunctions:
-    @pytest.mark.few_cases
-    @pytest.mark.parametrize("keep", [False, True])
-    @pytest.mark.parametrize("axis", [0, 1])
-    def test_reductions_are_equal(self, shape, dtype, axis, keep) -> None:
-        check(folds, shape, dtype, axis, keep)
-
-    @pytest.mark.few_cases
-    @pytest.mark.parametrize("reverse", [False, True])
-    @pytest.mark.parametrize("axis", [0, 1])
-    def test_scans_are_equal(self, shape, dtype, axis, reverse) -> None:
-        check(scans, shape, dtype, axis, reverse)
-
-    def test_arithmetic_of_numbers_scalars_and_broadcast_shapes_is_equal(
-        self, shape, dtype
-    ) -> None:
-        check(numbers, shape, dtype, 3, 0.75)
-
-
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_reduction_over_all_axes_keeps_all_dimensions(shape, keep) -> None:
-    """As on a GPU; Triton's own interpreter keeps only one."""
-    stock = outputs(folds_all, shape, torch.float32, False)
-    with speedups(interpreter):
-        result = outputs(folds_all, shape, torch.float32, keep)
-    assert torch.equal(result[1], stock[1])
+def test_arithmetic_of_numbers_scalars_and_broadcast_shapes_is_equal(shape, dtype) -> None:
+    check(numbers, shape, dtype, 3, 0.75)
 
 
 @triton.jit
@@ -210,7 +100,7 @@ def test_float_size_is_refused_after_an_equal_integer_size() -> None:
 
 
 def test_types_created_before_the_block_share_its_descriptions() -> None:
-    """Constants are cached by a shape's id, which a deleted shape would leave to another one."""
+    """Shapes are compared by their identity."""
     old = tl.block_type(tl.float32, [4])
     with speedups(interpreter):
         handle = interpreter.TensorHandle(torch.zeros(4).numpy(), tl.float32)
