@@ -59,7 +59,6 @@ def report(*failed: str) -> dict:
         "preset": "full",
         "phase": "prefill",
         "seed": 7,
-        "text": {"name": "a-long-name-of-a-text-file-without-spaces.md", "bytes": 10},
         "backends": {slot: f"{'triton' if slot == 'sel' else 'sdpa'} 0.1.0" for slot in SLOTS},
         "named": {slot: "triton" if slot == "sel" else "sdpa" for slot in SLOTS},
         "seconds": 12.3,

@@ -104,7 +104,6 @@ def test_the_command_runs_each_combination_and_prints_a_summary(
                 "seconds": 1.0,
                 "device": "cpu",
                 "dtypes": ["bfloat16"],
-                "text": {"name": "t", "bytes": 1},
                 "interpreted": False,
                 "named": named,
                 **{"preset": options.preset, "phase": options.phase, "seed": options.seed},

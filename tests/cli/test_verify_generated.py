@@ -84,7 +84,6 @@ def _report(*findings: dict[str, object], refused: int = 0, cases: int = 2) -> d
         "preset": "quick",
         "phase": "both",
         "dtypes": ["float32"],
-        "text": {"name": "none"},
         "seed": 3,
         "seconds": 1.0,
     }

@@ -72,7 +72,7 @@ def refuse_case(subject: Combination, case: cases.Case, dtype: torch.dtype) -> I
 
 @pytest.mark.slow
 def test_each_job_runs_once_and_kernels_stay_with_a_worker():
-    jobs = suite.jobs("full", DTYPES, text=b"text", cases_per_slot=0)
+    jobs = suite.jobs("full", DTYPES, cases_per_slot=0)
     schedule, taken = Schedule(jobs), {0: [], 1: [], 2: []}
     turns = [0, 1, 1, 2, 2, 2] * len(jobs)  # worker 0 is slow, and the others help it at the end
     for worker in turns:
@@ -95,7 +95,7 @@ def test_each_job_runs_once_and_kernels_stay_with_a_worker():
 
 
 def test_measured_costs_are_those_of_checks_and_grow_with_the_case():
-    jobs = suite.jobs("quick", DTYPES[:1], text=b"a text of the real case. " * 400)
+    jobs = suite.jobs("quick", DTYPES[:1])
     assert {job.name for job in jobs} >= _MILLISECONDS.keys()
     assert len({cost(job) for job in jobs if job.name == "generated sel"}) > 10
 
@@ -132,7 +132,7 @@ def test_two_processes_give_the_findings_of_one():
     combinations = [Combination({"win": name}, "cpu", twin) for name in ("sdpa", "twin")]
     jobs = [
         job
-        for job in suite.jobs("quick", DTYPES, text=None, cases_per_slot=0)
+        for job in suite.jobs("quick", DTYPES, cases_per_slot=0)
         if job.case.name in ("S=w", "S=1", "one token")
         if job.name in ("parity", "ties", "causality", "decode")
     ]
@@ -232,7 +232,7 @@ def test_a_job_without_a_process_fails_for_every_combination():
 
 @pytest.mark.slow
 def test_shards_are_parts_of_the_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    some = suite.jobs("quick", DTYPES, text=None, phase="prefill")[:31]
+    some = suite.jobs("quick", DTYPES, phase="prefill")[:31]
     monkeypatch.setattr(suite, "jobs", lambda *_, **__: some)
     command = ["verify", "--device", "cpu", "--jobs", "1"]
     counts = {}

@@ -23,7 +23,7 @@ STEP_CHECKS = {check.name for check in suite._STEP_CHECKS if check.interpreter}
 
 
 def test_interpreter_jobs_are_small_and_cover_every_check() -> None:
-    jobs = suite.jobs("interpreter", [torch.float32, torch.bfloat16], text=None)
+    jobs = suite.jobs("interpreter", [torch.float32, torch.bfloat16])
     generated = {"generated core", "generated block_attention", BlockStep().check_name}
     assert {job.name for job in jobs} == CHECKS | STEP_CHECKS | generated
     # Generated cases run twice. Reads of every token take long.

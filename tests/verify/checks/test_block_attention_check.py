@@ -116,7 +116,7 @@ def test_quick_has_every_group_size() -> None:
 @pytest.mark.few_cases("quick")
 @pytest.mark.parametrize("preset", ["interpreter", "quick"])
 def test_the_jobs_of_a_preset_have_the_check(preset: str) -> None:
-    jobs = suite.jobs(preset, [torch.float32], text=None, phase="prefill")
+    jobs = suite.jobs(preset, [torch.float32], phase="prefill")
     for name in FUNCTIONS:
         count = sum(job.name == f"generated {name}" for job in jobs)
         assert count == len(draw(name, preset, ["float32"])) >= 5

@@ -86,6 +86,6 @@ def test_lengths_that_are_read_as_dense_are_found(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("preset", ["interpreter", "quick"])
 def test_the_jobs_of_a_preset_have_the_check(preset: str) -> None:
-    jobs = suite.jobs(preset, [torch.float32], text=None, phase="decode")
+    jobs = suite.jobs(preset, [torch.float32], phase="decode")
     count = sum(job.name == CHECK for job in jobs)
     assert count == len(draw("block_attention_decode", preset, ["float32"])) > 5

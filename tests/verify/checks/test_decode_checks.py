@@ -112,18 +112,13 @@ def test_form_that_writes_to_its_input_fails_the_check_that_runs_it():
 
 @pytest.mark.slow
 def test_jobs_contain_every_decode_check():
-    names = {job.name for job in suite.jobs("quick", [torch.float32], text=None, phase="decode")}
+    names = {job.name for job in suite.jobs("quick", [torch.float32], phase="decode")}
     assert names == ALL
     assert (
-        not {
-            j.name
-            for j in suite.jobs(
-                "full", [torch.float32], text=None, phase="prefill", cases_per_slot=0
-            )
-        }
+        not {j.name for j in suite.jobs("full", [torch.float32], phase="prefill", cases_per_slot=0)}
         & names
     )
-    both = suite.jobs("interpreter", [torch.float32], text=None)
+    both = suite.jobs("interpreter", [torch.float32])
     assert {"parity", "decode", "decode fused step"} <= {job.name for job in both}
 
 
@@ -132,7 +127,7 @@ def test_decode_checks_do_not_apply_without_decode_forms():
     registry = Registry(()).with_backend(
         dataclasses.replace(sdpa(), name="prefill-only", slots=slots)
     )
-    job = suite.jobs("quick", [torch.float32], text=None, phase="decode")[0]
+    job = suite.jobs("quick", [torch.float32], phase="decode")[0]
     (finding,) = job.run(Combination({}, registry=registry))
     assert finding.ok is None
     assert "has no decode form of cmp" in finding.detail

@@ -40,7 +40,7 @@ def job(name: str, case: str) -> suite.Job:
     """Return the verify job of one check and case in float32."""
     matches = [
         j
-        for j in suite.jobs("quick", [torch.float32], text=None, cases_per_slot=0)
+        for j in suite.jobs("quick", [torch.float32], cases_per_slot=0)
         if (j.name, j.case.name) == (name, case)
     ]
     assert len(matches) == 1
@@ -129,7 +129,7 @@ def test_kernel_that_is_wrong_for_a_width_fails(make_suite, kind: str, width: in
     """Only edges have these widths."""
     wrong = f"call.scale * (1 + 0.05 * (q.shape[-1] == {width}))"
     faulty = make_suite(f"width-{kind}-{width}", {kind: ("call.scale", wrong)})
-    jobs = suite.jobs("quick", [torch.float32], text=None)
+    jobs = suite.jobs("quick", [torch.float32])
     drawn = [job for job in jobs if isinstance(job.check, OnDrawn)]
     start = re.compile(f"{kind} .*dk={width} dv={width} ")
     (edge,) = [job for job in drawn if start.match(str(job.check.drawn))]

@@ -189,7 +189,7 @@ def test_calls_without_a_token_a_sequence_or_a_query_are_judged(slot: str) -> No
 @pytest.mark.slow
 def test_refused_cases_are_counted_with_their_reasons() -> None:
     def findings(probe: str) -> list[object]:
-        jobs = suite.jobs("quick", [torch.float32], text=None, cases_per_slot=12, phase="prefill")
+        jobs = suite.jobs("quick", [torch.float32], cases_per_slot=12, phase="prefill")
         return [
             finding
             for job in jobs
@@ -215,14 +215,14 @@ def test_a_slot_is_judged_although_another_slot_refuses_the_case() -> None:
 @pytest.mark.slow
 def test_number_of_generated_jobs_is_that_asked_for() -> None:
     def names(**options: object) -> list[str]:
-        jobs = suite.jobs("quick", [torch.float32], text=None, phase="prefill", **options)  # type: ignore[arg-type]
+        jobs = suite.jobs("quick", [torch.float32], phase="prefill", **options)  # type: ignore[arg-type]
         return [job.name for job in jobs if job.name.startswith("generated")]
 
     assert names(cases_per_slot=0) == []
     kinds = [f"generated {name}" for name in (*FUNCTIONS, *SLOTS)]
     assert names(cases_per_slot=3) == [name for name in kinds for _ in range(3)]
     assert len(names()) > 5 * 25  # every pair of five values takes 25 rows
-    interpreted = suite.jobs("interpreter", [torch.float32], text=None)
+    interpreted = suite.jobs("interpreter", [torch.float32])
     generated = {job.name for job in interpreted if job.name.startswith("generated")}
     assert generated == set(kinds[: len(FUNCTIONS)])
 

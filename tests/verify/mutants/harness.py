@@ -53,7 +53,7 @@ class Mutant:
 
 def first_failure(combination: Combination, phase: str = "both") -> Finding | None:
     """Return the first failed finding of the quick checks in float32, or None if all pass."""
-    todo = suite.jobs("quick", [torch.float32], text=None, phase=phase)
+    todo = suite.jobs("quick", [torch.float32], phase=phase)
     findings = (finding for job in todo for finding in job.run(combination))
     return next((finding for finding in findings if finding.ok is False), None)
 

@@ -72,7 +72,7 @@ def verdict(reports: list[dict[str, Any]], every: bool) -> tuple[str, int]:
 
 
 def _setting(report: dict[str, Any]) -> str:
-    """Return the backends, device, dtypes and text of a report in a line."""
+    """Return the backends, device and dtypes of a report in a line."""
     slots_by_backend: dict[str, list[str]] = {}
     for slot, name in report["backends"].items():
         slots_by_backend.setdefault(name, []).append(slot)
@@ -88,8 +88,7 @@ def _circumstances(report: dict[str, Any]) -> str:
     device = report["device"] + (", triton interpreted" if report["interpreted"] else "")
     dtypes = "/".join(report["dtypes"])
     shard = f", shard {report['shard']}" if report.get("shard") else ""
-    text = f", text {report['text']['name']}" if report["text"]["bytes"] else ""
-    return f"{device}, {dtypes}{text}, seed {report['seed']}{shard}"
+    return f"{device}, {dtypes}, seed {report['seed']}{shard}"
 
 
 def checks_rows(

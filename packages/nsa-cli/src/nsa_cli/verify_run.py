@@ -65,8 +65,6 @@ def run_combinations(
 
     After a signal (``stop``), the reports hold the checks that had ended by then.
     """
-    from importlib.metadata import metadata
-
     import torch
 
     from nsa_verify.drawn.jobs import count_cases
@@ -83,8 +81,6 @@ def run_combinations(
     interpreted = any(map(needs_judge_context, combos))
     if interpreted:
         options = dataclasses.replace(options, preset="interpreter")
-    has_text = not (interpreted or options.only is not None or phase == "decode")
-    text = str(metadata("nsa-core").json["description"]).encode() if has_text else b""
     plans = [plan_one(combination, dtypes, options.preset, phase) for combination in combos]
     if options.only_accepted:
         candidates = dtypes[:2] if interpreted else dtypes
@@ -99,7 +95,6 @@ def run_combinations(
         suite_jobs = suite.jobs(
             options.preset,
             dtypes,
-            text=text or None,
             seed=options.seed,
             phase=phase,
             cases_per_slot=options.cases,
@@ -120,7 +115,7 @@ def run_combinations(
             stop=stop,
             advance=advance,
         )
-    common = _common(options, dtypes, text, interpreted, results.peak_bytes)
+    common = _common(options, dtypes, interpreted, results.peak_bytes)
     checks, reports = len(suite_jobs), []
     for index, (named, plan) in enumerate(zip(combinations, plans)):
         findings = results.findings[index]
@@ -146,7 +141,6 @@ def run_combinations(
 def _common(
     options: RunOptions,
     dtypes: Sequence[torch.dtype],
-    text: bytes,
     interpreted: bool,
     peak_bytes: int,
 ) -> dict[str, Any]:
@@ -165,7 +159,6 @@ def _common(
         "phase": options.phase,
         "seed": options.seed,
         "shard": "/".join(map(str, options.shard)) if options.shard else None,
-        "text": {"name": "description of nsa-core" if text else "none", "bytes": len(text)},
         "environment": output.environment(),
         "peak_memory_bytes": (max(peak_bytes, torch.cuda.max_memory_allocated()) if cuda else None),
     }

@@ -72,7 +72,7 @@ class Score:
 
 def default_jobs(preset: str) -> list[suite.Job]:
     """Return the jobs of a preset in all dtypes, as `nsa verify` runs them on this backend."""
-    return suite.jobs(preset, DTYPES, text=None)
+    return suite.jobs(preset, DTYPES)
 
 
 def combination_of(mutant: SemanticMutant) -> Combination:

@@ -88,7 +88,7 @@ class BackendConformance:
         if "job" in metafunc.fixturenames:
             option = metafunc.config.option
             dtypes = _accepted_dtypes(entry, offered, _device(option))
-            todo = suite.jobs(getattr(option, "nsa_preset", "quick"), dtypes, text=None)
+            todo = suite.jobs(getattr(option, "nsa_preset", "quick"), dtypes)
             todo = [job for job in todo if _concerns(job, offered)]
             labels = [f"{job.name}-{job.case.name}-{dtype_name(job.dtype)}" for job in todo]
             metafunc.parametrize("job", todo, ids=labels)

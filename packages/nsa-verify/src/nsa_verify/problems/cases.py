@@ -25,7 +25,6 @@ class Case:
         packed: Whether tensors are packed ([T, ...] with ``cu_seqlens``) or dense ([B, S, ...]).
         fused: Whether q, k and v are views of one buffer, as a fused projection returns them.
         sharpness: Factor on q. Values above 1 make the attention peaked.
-        text: Bytes that an NSAttention layer projects to q, k and v; None uses random numbers.
         rows: Token positions to judge in every sequence, for long sequences; None judges all.
         seed: Seed of the random numbers.
     """
@@ -40,7 +39,6 @@ class Case:
     # that one query alone sees. Above 16 the noise contains the rounding of scores (see
     # nsa_verify.reference.score_noise).
     sharpness: float = 1.0
-    text: bytes | None = None
     rows: tuple[int, ...] | None = None
     seed: int = 0
 
@@ -61,8 +59,7 @@ class Case:
             device: Device of the tensors.
             seed: Added to the seed of the case.
         """
-        generate = _from_text if self.text is not None else _random
-        tensors = generate(self, dtype, seed + self.seed)
+        tensors = _random(self, dtype, seed + self.seed)
         cu_seqlens = None
         if self.packed:
             bounds = [sum(self.lengths[:i]) for i in range(len(self.lengths) + 1)]
@@ -139,34 +136,6 @@ def _fuse(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: view.unflatten(-1, parts[name].shape[-2:]) for name, view in zip(parts, views)}
 
 
-def _from_text(case: Case, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
-    assert case.text is not None
-    from nsa_core.layer.module import NSAttention
-
-    text = case.text[: case.tokens]
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        table = torch.randn(256, case.config.dim)
-        attn = NSAttention(case.config)
-        x = table[torch.frombuffer(bytearray(text), dtype=torch.uint8).long()]
-        p, gates = attn.project(x[None]), attn.gate(x[None])
-        tensors = {
-            "q": p.q * case.sharpness,
-            "k_cmp": p.k_cmp,
-            "v_cmp": p.v_cmp,
-            "k_sel": p.k[1],
-            "v_sel": p.v[1],
-        }
-        tensors |= {
-            "k_win": p.k[2],
-            "v_win": p.v[2],
-            "do": torch.randn(*p.q.shape[:-1], case.config.v_dim),
-        }
-    return {name: tensor.to(dtype) for name, tensor in tensors.items()} | {
-        "gates": gates.to(stats_dtype(dtype))
-    }
-
-
 def config_of(hq: int, g: int, dk: int, dv: int, blocks: Sequence[int], **fields: Any) -> NSAConfig:
     """Return the configuration of a layer with dim = Hq * Dk.
 
@@ -201,25 +170,10 @@ SMALL = (16, 8, 32, 4, 48)
 PAPER = (32, 16, 64, 16, 512)
 
 
-def text_case(text: bytes, sampled: bool = False) -> Case:
-    """Return a case on text: Hq=12, G=2, D=64 and the paper's block sizes.
-
-    It has at most 1152 tokens: 18 selection blocks, more than the 16 selected ones.
-
-    Args:
-        text: Bytes, one token each.
-        sampled: Judge the rows at edges of blocks and 60 others. The truth of all rows takes a
-            fifth of the time of the quick preset.
-    """
-    config, tokens = config_of(12, 2, 64, 64, PAPER), min(1152, len(text))
-    rows = _edge_rows(tokens, (32, 64, 512, 1024)) if sampled else None
-    return Case("text 12/2/64", config, (tokens,), text=text, rows=rows)
-
-
 @lru_cache(maxsize=4)
 def quick_cases() -> tuple[Case, ...]:
-    """Return the quick preset without its text case: each class of shapes once, small."""
-    small = config_of(4, 2, 16, 16, TINY)
+    """Return the quick preset: each class of shapes once, small."""
+    small, reports = config_of(4, 2, 16, 16, TINY), config_of(12, 2, 64, 64, PAPER)
     return (
         Case("reports 12/2/64", config_of(12, 2, 64, 64, SMALL), (150,), fused=True),
         Case("paper 64/4 192/128", config_of(64, 4, 192, 128, (16, 8, 16, 4, 32)), (97,)),
@@ -234,6 +188,8 @@ def quick_cases() -> tuple[Case, ...]:
         Case("packed", small, (0, 5, 40, 1, 77, 0), packed=True),
         # 258 complete compressed tokens: FlashAttention-4 computes cmp from 256 on.
         Case("long", config_of(4, 2, 64, 64, TINY), (1040,), rows=spread_rows(1040)),
+        # 19 selection blocks of the paper's size, more than the 16 selected ones.
+        Case("reports S=1155, sampled", reports, (1155,), sharpness=1.5, rows=spread_rows(1155)),
         # Scores of 100: what rounds them shows. Many keys are seen by one query alone.
         Case("large scores", config_of(3, 3, 16, 16, (8, 4, 16, 4, 5)), (28,), sharpness=30.0),
     )
@@ -257,7 +213,7 @@ def spread_rows(s: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4)
 def full_cases() -> tuple[Case, ...]:
-    """Return the full preset without its text case.
+    """Return the full preset.
 
     It adds the paper's block sizes, every group size, and a long sequence judged on sampled rows.
     """

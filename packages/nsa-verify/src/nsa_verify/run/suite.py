@@ -29,7 +29,7 @@ from nsa_verify.drawn.shrink import ShrinkBudget
 from nsa_verify.isolation import gpu_context
 from nsa_verify.isolation.call_guard import guarded_calls
 from nsa_verify.judge.truth_cache import caching
-from nsa_verify.problems.cases import PRESETS, Case, text_case
+from nsa_verify.problems.cases import PRESETS, Case
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import Finding, Findings
 from nsa_verify.problems.steps import STEPS, Step
@@ -168,7 +168,6 @@ def jobs(
     preset: str,
     dtypes: Sequence[torch.dtype],
     *,
-    text: bytes | None,
     seed: int = 0,
     phase: str = "both",
     cases_per_slot: int | None = None,
@@ -179,7 +178,6 @@ def jobs(
         preset: "quick", "full", or "interpreter" (for kernels in triton's interpreter, without the
             layer check).
         dtypes: Dtypes of the slot checks. The layer check runs in float64.
-        text: Bytes of the case on text; None omits that case.
         seed: Seed of every case.
         phase: "prefill", "decode" or "both".
         cases_per_slot: Drawn cases of each slot; None takes the whole design of the preset.
@@ -187,8 +185,6 @@ def jobs(
     listed: list[Job] = []
     if phase != "decode":
         cases = [dataclasses.replace(c, seed=seed) for c in PRESETS[preset]()]
-        if text is not None:
-            cases.append(dataclasses.replace(text_case(text, preset == "quick"), seed=seed))
         listed += layer.jobs_for(preset, seed, Job) if preset != "interpreter" else []
         listed += _jobs(preset, dtypes, _CHECKS, [(c.batch * c.tokens, c, None) for c in cases])
         listed += drawn.case_jobs(preset, dtypes, seed, cases_per_slot, Job)
