@@ -31,13 +31,10 @@ from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.slot_runs import run_kernel
 from slot_requests import make_request
 
-NAMES = {
-    "cmp": ("q", "k_cmp", "v_cmp"),
-    "select": ("q", "k_cmp", "lse"),
-    "sel": ("q", "k", "v", "blocks"),
-    "win": ("q", "k", "v"),
-}
+SLOTS = ("cmp", "select", "sel", "win")
 CONFIG = config_of(4, 2, 8, 6, (8, 4, 16, 3, 12), rope=False)
+SIZES = {"l": 8, "d": 4, "block": 16, "n": 3, "init": 1, "local": 2, "w": 12}
+SIZES |= {"h": 2, "groups": 2, "dk": 8, "dv": 6}
 DENSE = Case("dense", CONFIG, (60,), batch=2)
 # Documents at rows 0, 3, 3, 45, 45, 46, 66; the last one is empty.
 PACKED = Case("packed", CONFIG, (3, 0, 42, 0, 1, 20, 0), packed=True)
@@ -80,15 +77,12 @@ def rows_of(name: str, x: torch.Tensor, rows: slice) -> torch.Tensor:
 
 
 def run_piece(
-    case: Case, slot: str, dtype: torch.dtype, first: int, end: int, **key_rows: int
+    case: Case, slot: str, dtype: torch.dtype, first: int, end: int
 ) -> dict[str, torch.Tensor]:
-    """Run ``slot`` for rows first .. end - 1, and return its results and gradients.
-
-    ``keys`` cuts the keys to their first rows; by default all rows of the whole call are given.
-    """
-    keys, rows = key_rows.get("keys"), slice(first, end)
+    """Run ``slot`` for rows first .. end - 1, and return its results and gradients."""
+    rows = slice(first, end)
     tensors = {
-        name: x[..., :keys, :, :] if name[0] in "kv" else rows_of(name, x, rows)
+        name: x if name[0] in "kv" else rows_of(name, x, rows)
         for name, x in inputs_of(case, dtype)[slot].items()
     }
     kernel: Kernel = getattr(plan_of(case, dtype), slot)
@@ -96,39 +90,23 @@ def run_piece(
     return run_kernel(kernel, tensors, do, case.data(dtype), first).outputs
 
 
-def whole_do(case: Case, dtype: torch.dtype, first: int, end: int) -> torch.Tensor:
-    """Return the output gradient of the whole call, zero outside the piece."""
-    do = inputs_of(case, dtype)["do"]["do"]
-    masked = torch.zeros_like(do)
-    masked[..., first:end, :, :] = do[..., first:end, :, :]
-    return masked
+def check(slot: str, case: Case, first: int, end: int, **fields: object) -> None:
+    """Judge the rows first .. end - 1 of the queries of a whole call as a line of a drawn case.
 
-
-def assert_exact(case: Case, slot: str, first: int, end: int, **key_rows: int) -> None:
-    """Compare a piece in float64 with the oracle of the whole sequence, within 1e-12."""
-    dtype, geometry = torch.float64, case.config.geometry
-    actual = run_piece(case, slot, dtype, first, end, **key_rows)
-    tensors, cu_seqlens = inputs_of(case, dtype)[slot], case.data(dtype).cu_seqlens
-    if slot == "select":
-        expected = inputs_of(case, dtype)["sel"]["blocks"]
-        assert torch.equal(actual["blocks"], expected[..., first:end, :, :]), (first, end)
-        return
-    do = whole_do(case, dtype, first, end)
-    # The oracle takes rows of each sequence, or of the packed axis.
-    options = {"cu_seqlens": cu_seqlens, "do": do, "rows": range(first, end)}
-    truth = getattr(oracle, slot)(*tensors.values(), geometry, case.config.softmax_scale, **options)
-    expected = {"o": truth.o, "lse": truth.lse, **truth.grads}
-    for name, x in actual.items():
-        whole = expected[name]
-        if name in ("o", "lse", "dq"):
-            whole = rows_of(name, whole, slice(first, end))
-        elif (keys := key_rows.get("keys")) is not None:
-            assert not whole[..., keys:, :, :].any()
-            whole = whole[..., :keys, :, :]
-        where = f"{slot} {name} of rows [{first}, {end})"
-        torch.testing.assert_close(
-            x, whole, rtol=1e-12, atol=1e-12, msg=functools.partial("{}: {}".format, where)
-        )
+    ``fields`` replace those of the line: tokens, for keys up to one token; sizes; the dtype.
+    """
+    words: dict[str, object] = {"dtype": "float64", **SIZES, "tokens": case.tokens}
+    if case.packed:
+        del words["tokens"]
+        words["documents"] = ",".join(map(str, case.lengths))
+    else:
+        words["batch"] = case.batch
+    words |= {"first_query": first, "queries": end - first, **fields}
+    line = " ".join([slot, *(f"{name}={value}" for name, value in words.items())])
+    findings = judge(Combination({slot: "sdpa"}), parse(line))
+    assert findings
+    wrong = [finding for finding in findings if finding.ok is not True]
+    assert not wrong, (line, wrong)
 
 
 def random_cuts(total: int, count: int, seed: int) -> list[tuple[int, int]]:
@@ -146,61 +124,51 @@ def edge_cuts() -> list[tuple[int, int]]:
 
 
 @pytest.mark.few_cases
-@pytest.mark.parametrize("slot", NAMES)
+@pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("first", range(16))
 def test_every_residue_of_the_first_query(slot: str, first: int) -> None:
     """16 is l', a multiple of d; also rows that see no compressed token, and cut keys."""
-    assert_exact(DENSE, slot, first, first + 3)
-    keys = 16 + first + 5
-    if slot in ("cmp", "select"):
-        keys = CONFIG.geometry.num_compressed(keys)
-    assert_exact(DENSE, slot, 16 + first, 16 + first + 5, keys=keys)
+    check(slot, DENSE, first, first + 3)
+    check(slot, DENSE, 16 + first, 16 + first + 5, tokens=16 + first + 5)
 
 
 @pytest.mark.few_cases
 @CASES
-@pytest.mark.parametrize("slot", NAMES)
+@pytest.mark.parametrize("slot", SLOTS)
 def test_random_cuts(slot: str, case: Case) -> None:
     for first, end in [(0, case.tokens), *random_cuts(case.tokens, 6, seed=1)]:
-        assert_exact(case, slot, first, end)
+        check(slot, case, first, end)
 
 
-@pytest.mark.parametrize("slot", NAMES)
+@pytest.mark.parametrize("slot", SLOTS)
 def test_cuts_at_documents(slot: str) -> None:
     for first, end in random.Random(2).sample(edge_cuts(), 12):
-        assert_exact(PACKED, slot, first, end)
+        check(slot, PACKED, first, end)
 
 
 def test_window_of_one_key() -> None:
     """Without earlier keys, the rows of queries and keys are the same."""
-    case = dataclasses.replace(PACKED, config=dataclasses.replace(CONFIG, window_size=1))
     for first, end in ((1, 50), (40, 45)):
-        assert_exact(case, "win", first, end)
+        check("win", PACKED, first, end, w=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slot", NAMES)
+@pytest.mark.parametrize("slot", SLOTS)
 def test_all_cuts_at_documents(slot: str) -> None:
     for first, end in edge_cuts():
-        assert_exact(PACKED, slot, first, end)
+        check(slot, PACKED, first, end)
 
 
 @pytest.mark.few_cases
-@pytest.mark.parametrize("documents", ["tokens=60 batch=2", "documents=3,0,42,0,1,20,0"])
+@CASES
 @pytest.mark.parametrize(
     "words",
     ["", "w=1", "w=99", "l=4", "d=1", "groups=4 h=1 dv=24", "scale=-0.3", "n=9"],
 )
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
-def test_other_sizes_and_dtypes_are_judged(documents: str, words: str, dtype: str) -> None:
-    sizes = {"l": 8, "d": 4, "block": 16, "n": 3, "w": 12, "h": 2, "groups": 2, "dk": 8, "dv": 6}
-    sizes |= dict(word.split("=") for word in words.split())
-    line = " ".join(f"{name}={value}" for name, value in sizes.items())
-    for slot in NAMES:
-        case = parse(f"{slot} dtype={dtype} {line} {documents} first_query=19 queries=33")
-        findings = judge(Combination({slot: "sdpa"}), case)
-        assert findings
-        assert not [finding for finding in findings if finding.ok is not True]
+def test_other_sizes_and_dtypes_are_judged(case: Case, words: str, dtype: str) -> None:
+    for slot in SLOTS:
+        check(slot, case, 19, 52, dtype=dtype, **dict(word.split("=") for word in words.split()))
 
 
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,15 +180,15 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.few_cases
 @CASES
-@pytest.mark.parametrize("slot", NAMES)
+@pytest.mark.parametrize("slot", SLOTS)
 def test_random_cuts_in_small_tiles(slot: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     _small_tiles(monkeypatch)
     for first, end in random_cuts(case.tokens, 3, seed=4):
-        assert_exact(case, slot, first, end)
+        check(slot, case, first, end)
 
 
 @CASES
-@pytest.mark.parametrize("slot", NAMES)
+@pytest.mark.parametrize("slot", SLOTS)
 def test_whole_sequences_give_the_same_bits(slot: str, case: Case) -> None:
     """A partial plan runs a whole call as other plans do, with and without first_query=0."""
     tensors, data = list(inputs_of(case, torch.float32)[slot].values()), case.data(torch.float32)
@@ -241,7 +209,7 @@ def test_whole_sequences_give_the_same_bits(slot: str, case: Case) -> None:
 
 
 @CASES
-@pytest.mark.parametrize("slot", NAMES)
+@pytest.mark.parametrize("slot", SLOTS)
 def test_nan_in_keys_after_the_last_query_reaches_nothing(slot: str, case: Case) -> None:
     """Keys of later tokens, and of later documents."""
     first, end, dtype = 20, 30, torch.float32
@@ -265,7 +233,7 @@ def test_nan_in_keys_after_the_last_query_reaches_nothing(slot: str, case: Case)
 @pytest.mark.parametrize(
     "case", [DENSE, pytest.param(PACKED, marks=pytest.mark.slow)], ids=["dense", "packed"]
 )
-@pytest.mark.parametrize("slot", NAMES)
+@pytest.mark.parametrize("slot", SLOTS)
 def test_opcheck(slot: str, case: Case) -> None:
     tensors, data = inputs_of(case, torch.float32)[slot], case.data(torch.float32)
     arguments = [
@@ -313,7 +281,7 @@ def test_random_cuts_of_cmp_through_flash_attention(
     monkeypatch.setattr(aten, "_ops", FlashOnCPU())
     monkeypatch.setattr(aten.flash, "MAX_BATCH", 3)
     for first, end in random_cuts(case.tokens, 4, seed=5):
-        assert_exact(case, "cmp", first, end)
+        check("cmp", case, first, end)
 
 
 def test_cmp_inside_a_sequence_never_runs_on_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +293,7 @@ def test_cmp_inside_a_sequence_never_runs_on_cudnn(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(cudnn, "supports_call", lambda *arguments: True)
     for direction in ("forward", "backward"):
         monkeypatch.setattr(cudnn, direction, refuse)
-    assert_exact(DENSE, "cmp", 20, 30)
+    check("cmp", DENSE, 20, 30)
     with pytest.raises(NSAError, match="cuDNN was called"):
         run_piece(DENSE, "cmp", torch.float64, 0, 30)
 
@@ -355,7 +323,7 @@ def meta_peak(slot: str, first: int, rows: int, device: str, deterministic: bool
 
 @pytest.mark.few_cases("cmp-cpu", "sel-cuda", "win-cuda, deterministic")
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda, deterministic"])
-@pytest.mark.parametrize("slot", NAMES)
+@pytest.mark.parametrize("slot", SLOTS)
 def test_memory_grows_linearly_with_the_keys(slot: str, device: str) -> None:
     device, _, flag = device.partition(", ")
     peaks = [meta_peak(slot, first, 256, device, bool(flag)) for first in (2**18, 2**19)]
@@ -367,7 +335,7 @@ def test_memory_grows_linearly_with_the_keys(slot: str, device: str) -> None:
         assert peaks[1] - peaks[0] < 0.6 * results
 
 
-@pytest.mark.parametrize("slot", NAMES)
+@pytest.mark.parametrize("slot", SLOTS)
 def test_probe_accepts_and_cmp_ranks_without_cudnn(
     slot: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
