@@ -59,16 +59,33 @@ ROWS = {
 }
 
 
+def check(words: str) -> None:
+    """Judge the call of each branch that ``words`` describe; other sizes are those of SIZES."""
+    fields = SIZES | dict(word.split("=") for word in words.split())
+    line = " ".join(f"{name}={value}" for name, value in fields.items())
+    for slot in BRANCHES:
+        findings = judge(Combination({slot: "sdpa"}), parse(f"{slot} {line}"))
+        assert findings
+        assert not [finding for finding in findings if finding.ok is not True]
+
+
 @pytest.mark.few_cases
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("row", ROWS)
 def test_rows_of_single_calls(row: str, dtype: str) -> None:
-    fields = SIZES | dict(word.split("=") for word in ROWS[row].split())
-    words = " ".join(f"{name}={value}" for name, value in fields.items())
-    for slot in BRANCHES:
-        findings = judge(Combination({slot: "sdpa"}), parse(f"{slot} dtype={dtype} {words}"))
-        assert findings
-        assert not [finding for finding in findings if finding.ok is not True]
+    check(f"dtype={dtype} {ROWS[row]}")
+
+
+@pytest.mark.few_cases
+@pytest.mark.parametrize("scale", [-0.7, 0.0, 0.9])
+@pytest.mark.parametrize("v_width", [1, 2, 3, 4])
+@pytest.mark.parametrize("width", [1, 2])
+def test_narrow_heads(width: int, v_width: int, scale: float) -> None:
+    """Their strides make `pad` choose layouts that the operators misread.
+
+    The window covers the sequence, so that win also runs as one causal attention call.
+    """
+    check(f"dtype=float64 w=64 tokens=21 batch=2 dk={width} dv={v_width} scale={scale}")
 
 
 def resolve_plan(c: Case, dtype: torch.dtype):

@@ -316,6 +316,15 @@ def test_rows_of_nan_scores_have_a_nan_lse_on_cuda(split: bool, monkeypatch) -> 
     assert lse.isnan().tolist() == [[[False, True, split]]]
 
 
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_operands_have_a_last_axis_of_unit_stride(width: int, heads: int) -> None:
+    """Other strides raise an error on CUDA and give wrong results on the CPU."""
+    q = -torch.randn(3, 5, heads, width).transpose(1, 2)
+    k, v = torch.randn(3, 5, width), torch.randn(3, 5, 3)
+    assert [x.stride(-1) for x in aten._operands(q, k, v, 8)] == [1, 1, 1]
+
+
 def test_causal_requires_a_key_for_each_query() -> None:
     q, k = torch.zeros(1, 1, 6, 8), torch.ones(1, 5, 8)
     with pytest.raises(AssertionError, match="key of its own"):
