@@ -109,6 +109,8 @@ def test_gemma_2_is_refused_by_name_and_accepted_without_its_additions():
     assert NSAConfig.from_hf(GEMMA2, ignore=ignore).scale == 1 / 16
 
 
+OLD_LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32}
+
 REFUSED = {
     "sliding_window": MISTRAL,
     "rope_scaling": {**LLAMA3, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
@@ -199,9 +201,13 @@ def test_biases_that_only_the_code_of_a_model_states_are_refused():
     ],
 )
 def test_falcon_states_its_kv_heads_by_other_names(values, heads):
-    falcon = {k: v for k, v in LLAMA3.items() if k != "num_key_value_heads"}
-    falcon |= {"model_type": "falcon", "num_kv_heads": 8, "multi_query": True, **values}
+    falcon = {**OLD_LLAMA, "model_type": "falcon", "num_kv_heads": 8, "multi_query": True, **values}
     assert NSAConfig.from_hf(falcon).n_kv_heads == heads
+
+
+def test_the_first_llama_states_no_rotary_embedding():
+    config = NSAConfig.from_hf(OLD_LLAMA)
+    assert (config.rope, config.rope_base, config.n_kv_heads) == (True, 10_000.0, 32)
 
 
 def test_overrides_make_refusals_moot():

@@ -281,7 +281,8 @@ def _effective_values(values: dict[str, Any]) -> dict[str, Any]:
     values = {**implied, **values}
     if values.get("qk_norm") is True:  # the configuration of Apertus states no kind
         values["qk_norm"] = implied.get("qk_norm", True)
-    if kind is not None and not any("rope" in str(n) or "rotary" in str(n) for n in values):
+    states_rope = any("rope" in str(name) or "rotary" in str(name) for name in values)
+    if not states_rope and kind not in (None, "llama", "falcon"):  # older ones of these rotate too
         values["rotary_embedding"] = "not stated"
     if values.get("rotary_dim") == values.get("head_dim"):
         values.pop("rotary_dim", None)
