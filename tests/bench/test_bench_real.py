@@ -78,7 +78,9 @@ def test_checkpoints_of_wrong_shapes_or_files_are_refused(checkpoint, run, tmp_p
             run(**{"inputs": ["real"], "text": TEXT, "checkpoints": [checkpoint], **changes})
 
     assert_refused("needed: one each of 4/2/8", shapes=[parse_shape("4/2/8")])
-    assert_refused("second checkpoint of shape 2/1/8", checkpoints=[checkpoint, checkpoint])
+    second = tmp_path / "second"
+    second.write_bytes(checkpoint.read_bytes())
+    assert_refused("second checkpoint of shape 2/1/8", checkpoints=[checkpoint, second])
     assert_refused("inputs are random", inputs=["random"])
     for name, content in (
         ("none", None),
