@@ -55,6 +55,7 @@ WRONG = {
     "backends explain --device gpu": DEVICE,
     "backends explain --gpu a1000": GPU,
     "backends explain --gpu ''": "unknown GPU ''",
+    "bench --shape 2/1/64 --shape=4/1/64": "--shape is given 2 times: give it once",
     "backends explain --gpu a100 --device cpu": "leave out --device cpu",
     "backends explain --nonsense": "nonsense",
     "backends explain --head-dim 6.5": "--head-dim must be a valid integer, got '6.5'",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ class _Command:
                         raise output.UsageError(f"{message}; {sentence}", ctx) from None
             raise
         if not ctx.resilient_parsing:
+            _check_repeats(self, ctx, args)
             _check_numbers(self, ctx)
             _check_paths(self, ctx, args)
         return rest
@@ -123,6 +125,18 @@ def _wrong_value(error: Any, cause: Any) -> str:
     if "Input should" in message:
         return f"{message.replace('Input should', f'{option} must')}, got {fault['input']!r}"
     return f"{option}: {message}"
+
+
+def _check_repeats(command: Any, ctx: Any, args: list[str]) -> None:
+    """Refuse an option whose first value would be lost, because only the last one counts."""
+    for param, count in Counter(command.make_parser(ctx).parse_args([*args])[2]).items():
+        takes_values = param.param_type_name == "option" and not (param.multiple or param.is_flag)
+        if takes_values and count > 1:
+            raise output.UsageError(
+                f"{param.opts[0]} is given {count} times: give it once; options that take several"
+                " values separate them by commas",
+                ctx,
+            )
 
 
 def _check_numbers(command: Any, ctx: Any) -> None:
