@@ -103,7 +103,7 @@ def test_gemma_2_is_refused_by_name_and_accepted_without_its_additions():
     with pytest.raises(InvalidInput) as caught:
         NSAConfig.from_hf(GEMMA2)
     ignore = ("sliding_window", "attn_logit_softcapping")
-    assert str(caught.value).endswith(f"To build a layer without it, pass ignore={ignore!r}")
+    assert str(caught.value).endswith(f"To build the layer anyway, pass ignore={ignore!r}")
     assert "attn_logit_softcapping = 50.0 (NSA does not cap the scores)" in str(caught.value)
     assert "final" not in str(caught.value)
     assert NSAConfig.from_hf(GEMMA2, ignore=ignore).scale == 1 / 16
@@ -205,8 +205,9 @@ def test_falcon_states_its_kv_heads_by_other_names(values, heads):
     assert NSAConfig.from_hf(falcon).n_kv_heads == heads
 
 
-def test_the_first_llama_states_no_rotary_embedding():
-    config = NSAConfig.from_hf(OLD_LLAMA)
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_model_that_rotates_need_not_state_it(kind):
+    config = NSAConfig.from_hf({**OLD_LLAMA, "model_type": kind})
     assert (config.rope, config.rope_base, config.n_kv_heads) == (True, 10_000.0, 32)
 
 
@@ -383,6 +384,13 @@ def test_a_configuration_names_no_file(path):
 
 def test_a_rotated_width_may_be_that_of_the_head():
     assert NSAConfig.from_hf({**LLAMA3, "rotary_dim": 128, "head_dim": 128}).rope
+    assert NSAConfig.from_hf({**LLAMA3, "rotary_dim": 128, "head_dim": None}).rope
+
+
+def test_the_error_about_a_model_without_rotary_embedding_names_the_override():
+    words = r"NSA rotates q and k: pass rope=False .*To build the layer anyway, pass ignore="
+    with pytest.raises(InvalidInput, match=words):
+        NSAConfig.from_hf(REFUSED["rotary_embedding"])
 
 
 def test_multi_head_attention_without_kv_heads():

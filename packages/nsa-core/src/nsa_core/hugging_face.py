@@ -58,6 +58,8 @@ _IMPLIED: dict[tuple[str, object], str] = {
     ("attention_kind", "of wider inputs"): "zamba zamba2",
     ("attention_kind", "not causal"): "esm esmc eurobert gte jina_embeddings_v3 nomic_bert",
 }
+# These rotate with the default rope_theta if a config.json states none.
+_ROTATING = ("llama", "qwen2", "qwen3", "falcon")
 
 
 class _Refusal(NamedTuple):
@@ -93,8 +95,8 @@ _REFUSALS: dict[str, _Refusal] = {
     "attention_kind": _Refusal(bool, "NSA replaces causal attention of projected q, k and v only"),
     "rotary_embedding": _Refusal(
         bool,
-        "NSA rotates q and k; if a config.json leaves out defaults, pass"
-        " transformers.AutoConfig.from_pretrained(name)",
+        "NSA rotates q and k: pass rope=False for a model that does not; if a config.json leaves"
+        " out defaults, pass transformers.AutoConfig.from_pretrained(name)",
         _NO_ROPE,
     ),
     "rope_scaling": _SCALING,
@@ -136,7 +138,9 @@ _REFUSALS: dict[str, _Refusal] = {
         ("qk_norm", True),
     ),
     "use_qk_norm": _Refusal(bool, "the kind of norm is not stated", ("qk_norm", True)),
-    "qk_norm_type": _Refusal(bool, "only qk_norm is read", ("qk_norm", True)),
+    "qk_norm_type": _Refusal(
+        bool, "pass qk_norm=True if the norms are RMS norms of single heads", ("qk_norm", True)
+    ),
     "qk_layernorm": _Refusal(bool, "NSA has RMS norms only", ("qk_norm", True)),
 }
 
@@ -145,7 +149,7 @@ def read_fields(
     source: object,
     ignore: Collection[str],
     overrides: Mapping[str, Any],
-    remedy: str = "To build a layer without it, pass ignore={names!r}",
+    remedy: str = "To build the layer anyway, pass ignore={names!r}",
 ) -> dict[str, Any]:
     """Return the fields of an NSAConfig for ``source``; see :meth:`nsa_core.NSAConfig.from_hf`.
 
@@ -282,9 +286,12 @@ def _effective_values(values: dict[str, Any]) -> dict[str, Any]:
     if values.get("qk_norm") is True:  # the configuration of Apertus states no kind
         values["qk_norm"] = implied.get("qk_norm", True)
     states_rope = any("rope" in str(name) or "rotary" in str(name) for name in values)
-    if not states_rope and kind not in (None, "llama", "falcon"):  # older ones of these rotate too
+    if not states_rope and kind not in (None, *_ROTATING):
         values["rotary_embedding"] = "not stated"
-    if values.get("rotary_dim") == values.get("head_dim"):
+    dim, heads, width = map(values.get, ("hidden_size", "num_attention_heads", "head_dim"))
+    if width is None and type(dim) is type(heads) is int and heads > 0:
+        width = dim // heads
+    if values.get("rotary_dim") == width:
         values.pop("rotary_dim", None)
     if kind == "falcon":
         has_kv_heads = values.get("new_decoder_architecture") or not values.get("multi_query", True)
