@@ -164,6 +164,15 @@ def test_copies_and_pickles_carry_no_plan():
         assert duplicate.qkv.weight is not attn.qkv.weight
 
 
+def test_a_subclass_may_assign_the_config_that_the_layer_has():
+    class Named(NSAttention):
+        def __init__(self, config):
+            super().__init__(config)
+            self.config = config
+
+    assert Named(small()).config == small()
+
+
 def test_pickled_module_without_newer_options_runs():
     """A module that was saved whole by a version without ``recompute`` has no such attribute."""
     attn, x = layer_of(), torch.randn(1, 30, 24, dtype=torch.float64)

@@ -135,9 +135,9 @@ class NSAProjections(nn.Module):
         """Set an attribute.
 
         Raises:
-            InvalidInput: it is ``config``, and has a value already.
+            InvalidInput: it is ``config``, and has another value already.
         """
-        if name == "config" and name in vars(self):
+        if name == "config" and vars(self).get(name, value) is not value:
             raise InvalidInput(
                 "config of a layer cannot be replaced, because its parameters and caches have the"
                 f" sizes of the first one; got {value!r}: create NSAttention(config), and load"
