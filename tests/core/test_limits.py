@@ -3,7 +3,9 @@
 import functools
 import json
 import re
+import tracemalloc
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -14,7 +16,17 @@ from refusing import assert_refused
 import nsa_core
 from nsa_core import BlockGeometry, InvalidInput, NSAConfig, Request, pad, resolve
 from nsa_core.cache.state import CacheSizes
-from nsa_core.limits import COUNT, HEADS, LAYERS, SEED, VOCABULARY, WIDTH, largest, shown
+from nsa_core.limits import (
+    COUNT,
+    HEADS,
+    LAYERS,
+    SEED,
+    VOCABULARY,
+    WIDTH,
+    largest,
+    read_at_most,
+    shown,
+)
 from nsa_core.parallel.shards import Shards, choose_layout, pad_to
 
 CONFIG = NSAConfig(dim=64, n_heads=4, n_kv_heads=2)
@@ -156,6 +168,20 @@ ROWS = [
     for source, reader in (("mapping", _hf), ("json", _json))
     for name, (word, limit) in WORDS_OF_HF.items()
 ]
+
+
+def test_a_short_file_takes_little_memory_however_long_it_may_be(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(b"0123456789" * 300_000)
+    tracemalloc.start()
+    try:
+        assert read_at_most(path, 1 << 30) == path.read_bytes()
+        assert tracemalloc.get_traced_memory()[1] < 1 << 25
+    finally:
+        tracemalloc.stop()
+    assert len(read_at_most(path, 3 << 20)) == 3_000_000
+    with pytest.raises(InvalidInput, match="has more than 2 MiB"):
+        read_at_most(path, 2 << 20)
 
 
 def test_the_table_is_that_of_the_documentation() -> None:

@@ -6,6 +6,7 @@ This module does not import torch.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Iterable, Mapping
@@ -112,7 +113,8 @@ def read_at_most(path: Path, most: int) -> bytes:
         OSError: the file cannot be read.
     """
     with open(path, "rb") as file:
-        content = file.read(most + 1)
+        parts = iter(lambda: file.read(1 << 20), b"")  # one read would allocate the largest number
+        content = b"".join(itertools.islice(parts, (most >> 20) + 1))
     if len(content) > most:
         raise InvalidInput(f"{path} has more than {most >> 20} MiB; give a shorter file")
     return content
