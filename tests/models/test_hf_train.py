@@ -281,8 +281,10 @@ def test_fields_of_a_dense_configuration_describe_a_new_model():
     dense = DENSE_CONFIGS["qwen3"](**SIZES)
     config = NSA_CONFIGS["qwen3"](**dense.to_dict())
     assert (config.model_type, config.hidden_size) == ("nsa_qwen3", dense.hidden_size)
-    with pytest.raises(InvalidInput, match="must be one of nsa_llama, llama, got 'qwen3'"):
+    with pytest.raises(InvalidInput, match=r"must be one of nsa_llama, llama, got 'qwen3'$"):
         NSA_CONFIGS["llama"](**dense.to_dict())
+    own = type("Own", (NSA_CONFIGS["qwen3"],), {"model_type": "own"})
+    assert own(**dense.to_dict()).model_type == "own"
 
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.18.0"])

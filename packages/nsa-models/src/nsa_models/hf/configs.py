@@ -38,9 +38,9 @@ class NSAConfigMixin:
     nsa_layers: list[int] | str | None
 
     def __post_init__(self, model_type: str | None = None, **kwargs: Any) -> None:
-        own = type(self).model_type
         if model_type is not None:  # transformers would set it on the object
-            config_json.check_type(model_type, (own, own.removeprefix("nsa_")))
+            dense = super().model_type  # type: ignore[misc]
+            config_json.check_type(model_type, (type(self).model_type, dense))
         if self.nsa_layers is not None:
             self.nsa_layers = layers_with_nsa(self.nsa_layers, self.num_hidden_layers)
         super().__post_init__(**kwargs)  # type: ignore[misc]

@@ -191,7 +191,7 @@ def check_type(kind: Any, types: Sequence[str] = TYPES) -> None:
     reason = ""
     if kind in NSA_TYPES and types == DENSE_TYPES:
         reason = ": the model has NSA already"
-    elif kind in DENSE_TYPES:
+    elif kind in DENSE_TYPES and not set(types) & set(DENSE_TYPES):
         reason = ": the model has dense attention, which selects no blocks; run nsa convert first"
     raise InvalidInput(f"model_type must be one of {', '.join(types)}, got {shown(kind)}{reason}")
 
