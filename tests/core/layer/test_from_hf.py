@@ -189,6 +189,10 @@ def test_biases_that_only_the_code_of_a_model_states_are_refused():
     without = {n: x for n, x in LLAMA3.items() if n != "attention_bias"}
     with pytest.raises(InvalidInput, match="attention_bias = True"):
         NSAConfig.from_hf({**without, "model_type": "qwen2"})
+    with pytest.raises(InvalidInput, match="attention_bias = True"):
+        NSAConfig.from_hf({**without, "model_type": "bert"}, rope=False)
+    with pytest.raises(InvalidInput, match="enable_bias = True"):
+        NSAConfig.from_hf({**without, "model_type": "opt", "enable_bias": True}, rope=False)
 
 
 @pytest.mark.parametrize(

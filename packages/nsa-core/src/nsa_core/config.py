@@ -283,7 +283,8 @@ class NSAConfig:
             attention_chunk_size             local attention
             layer_types                      with layers that are not softmax attention
             attention_bias, qkv_bias,
-            use_qkv_bias, use_bias           also implied by model_type qwen2
+            use_qkv_bias, use_bias,
+            enable_bias                      also implied by model_type qwen2, and bert and its kin
             attn_logit_softcapping           caps on the scores
             attention_dropout                other than 0
             attention_sinks                  implied by model_type gpt_oss

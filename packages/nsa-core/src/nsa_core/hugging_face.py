@@ -34,6 +34,8 @@ _LARGEST_FILE = 1 << 24  # bytes; a config.json has a few thousand
 _IMPLIED: dict[tuple[str, object], str] = {
     ("attention_bias", True): (
         "qwen2 qwen2_moe qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text qwen2_5_omni_talker"
+        " bert bert-generation biogpt camembert data2vec-text electra ernie git megatron-bert"
+        " rembert roberta roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod"
     ),
     ("qk_norm", "per head"): (
         "qwen3 qwen3_moe qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_talker_text"
@@ -126,6 +128,7 @@ _REFUSALS: dict[str, _Refusal] = {
     "qkv_bias": _BIAS,
     "use_qkv_bias": _BIAS,
     "use_bias": _BIAS,
+    "enable_bias": _BIAS,
     "attn_logit_softcapping": _Refusal(bool, "NSA does not cap the scores"),
     "attention_dropout": _Refusal(bool, "NSA has no dropout"),
     "attention_sinks": _Refusal(bool, "NSA has no attention sinks"),
