@@ -122,7 +122,8 @@ def test_errors_name_the_option_and_write_nothing(
     before = sorted(path.name for path in tmp_path.rglob("*"))
     patch = "nsa_models.hf.folder.load_model"
     monkeypatch.setattr(patch, lambda *_: pytest.fail("the weights were read"))
-    result = nsa("convert", "--checkpoint", "dense", "--out", "new", *arguments)
+    out = [] if "--out" in arguments else ["--out", "new"]
+    result = nsa("convert", "--checkpoint", "dense", *out, *arguments)
     assert result.code == 2
     assert message in " ".join(result.err.split())
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
