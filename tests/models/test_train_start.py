@@ -52,8 +52,9 @@ def holder(folder: pathlib.Path) -> Iterator[subprocess.Popen[str]]:
 @pytest.fixture
 def run(nsa: Callable, text: str, tmp_path: pathlib.Path) -> pathlib.Path:
     """Return the folder of a finished run of one step on text."""
-    data = ["--data", text, "--held-out", "0.3"]
-    done = nsa("train", "--out", str(tmp_path / "run"), *SMALL, *data, "--steps", "1")
+    options = [text if word == "uniform" else word for word in SMALL]
+    options += ["--held-out", "0.3", "--steps", "1"]
+    done = nsa("train", "--out", str(tmp_path / "run"), *options)
     assert done.code == 0, done.err
     return tmp_path / "run"
 
