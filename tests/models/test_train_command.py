@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import pathlib
 import re
@@ -374,7 +375,10 @@ def test_the_commands_in_the_training_docs_run(nsa, tmp_path, monkeypatch):
     assert len(commands) == 8
     monkeypatch.chdir(tmp_path)
     train, generate = (shlex.split(command)[1:] for command in commands[:2])
-    small = ["--steps", "1", *SMALL[:-2], "--data", str(ROOT / "docs"), "--held-out", "0.3"]
-    assert nsa(*train, *small).code == 0
+    small = {"--steps": "1", "--data": str(ROOT / "docs"), "--held-out": "0.3"}
+    small |= dict(zip(SMALL[:-2:2], SMALL[1:-2:2]))
+    options = {**dict(zip(train[1::2], train[2::2])), **small}
+    assert nsa(train[0], *itertools.chain(*options.items())).code == 0
     assert (tmp_path / "run.png").exists()
-    assert nsa(*generate, "--max-new-tokens", "3").out.startswith("The function returns ")
+    assert generate[-2:] == ["--max-new-tokens", "200"]
+    assert nsa(*generate[:-1], "3").out.startswith("The function returns ")
