@@ -214,13 +214,13 @@ def test_a_slot_is_judged_although_another_slot_refuses_the_case() -> None:
 
 @pytest.mark.slow
 def test_number_of_generated_jobs_is_that_asked_for() -> None:
-    def names(**options: object) -> list[str]:
-        jobs = suite.jobs("quick", [torch.float32], phase="prefill", **options)  # type: ignore[arg-type]
+    def names(cases: int | None = None) -> list[str]:
+        jobs = suite.jobs("quick", [torch.float32], phase="prefill", cases_per_slot=cases)
         return [job.name for job in jobs if job.name.startswith("generated")]
 
-    assert names(cases_per_slot=0) == []
+    assert names(0) == []
     kinds = [f"generated {name}" for name in (*FUNCTIONS, *SLOTS)]
-    assert names(cases_per_slot=3) == [name for name in kinds for _ in range(3)]
+    assert names(3) == [name for name in kinds for _ in range(3)]
     assert len(names()) > 5 * 25  # every pair of five values takes 25 rows
     interpreted = suite.jobs("interpreter", [torch.float32])
     generated = {job.name for job in interpreted if job.name.startswith("generated")}

@@ -133,8 +133,8 @@ def _check_repeats(command: Any, ctx: Any, args: list[str]) -> None:
         takes_values = param.param_type_name == "option" and not (param.multiple or param.is_flag)
         if takes_values and count > 1:
             raise output.UsageError(
-                f"{param.opts[0]} is given {count} times: give it once; options that take several"
-                " values separate them by commas",
+                f"{param.opts[0]} is given {count} times: give it once, with commas between the"
+                " values if it takes several",
                 ctx,
             )
 

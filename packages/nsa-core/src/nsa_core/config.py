@@ -272,9 +272,9 @@ class NSAConfig:
             rope_interleaved, rope_interleave,
             no_rope_layers                   other rotary embeddings; allowed with rope=False, and
                                              partial_rotary_factor with rope_type proportional
-            rotary_embedding                 if no name contains "rope" or "rotary" (BERT, OPT,
-                                             Jamba); allowed with rope=False. Without a model_type
-                                             and for llama, qwen2, qwen3 and falcon, not refused
+            rotary_embedding                 if no name contains "rope" or "rotary" (Jamba, BERT);
+                                             allowed with rope=False, without a model_type, and for
+                                             llama, qwen2, qwen3 and falcon
             attention_kind                   implied by diffllama, doge, bitnet, jetmoe, zamba2 and
                                              other types whose attention is of another kind
             llama_4_scaling_beta             of rope_parameters (Ministral 3)

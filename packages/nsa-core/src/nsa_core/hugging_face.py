@@ -117,7 +117,7 @@ _REFUSALS: dict[str, _Refusal] = {
     "llama_4_scaling_beta": _Refusal(bool, "NSA does not scale queries by their position"),
     "key_multiplier": _Refusal(
         lambda factor: factor not in (None, 1),
-        "NSA does not scale keys, but its scale may have this factor",
+        "NSA does not scale keys; a scale multiplied by it has the same effect",
     ),
     "sliding_window": _Refusal(
         bool, "NSA attends to the whole past; its window branch has window_size"

@@ -87,7 +87,7 @@ class HeadParallel(ParallelStyle):
         sections = tuple(layer._widths)
         group = group_name(device_mesh.get_group())
         layer.parallel = DividedHeads(world, rank, group, sections, _Inputs(layer))
-        vars(layer)["config"] = heads_of_one_rank(config, world)
+        vars(layer)["config"] = heads_of_one_rank(config, world)  # assigning another is refused
         layer._widths = [width // world for width in layer._widths]
         _replace(layer.out, "weight", layer.out.weight.chunk(world, 1)[rank])
         for name in ("weight", "bias"):
