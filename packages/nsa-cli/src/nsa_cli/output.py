@@ -206,7 +206,7 @@ def _check_format(path: Path, kind: str) -> None:
         raise InvalidInput(f"{path}: only --json writes to standard output; give another path")
     if mimetypes.guess_type(path.name)[0] not in (None, mimetypes.guess_type(f"x.{kind}")[0]):
         raise InvalidInput(
-            f"{path} is not named as a file of {kind.upper()}; give a path that ends in .{kind}"
+            f"{path} names a file of another format; give a path that ends in .{kind}"
         )
 
 
